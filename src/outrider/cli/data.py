@@ -32,6 +32,9 @@ def prepare_command(
     prompts: Annotated[
         list[str] | None, option(FILES, "JSONL file, shipped set, name, hf:owner/name[:split]; repeatable")
     ] = None,
+    not_in: Annotated[
+        list[str] | None, option(FILES, "drop prompts that share 13 words with these; repeatable")
+    ] = None,
     data_dir: opt.DataDirectoryOfRecipe = None,
     limit: Annotated[int | None, option(FILES, "conversations of each --prompts", min=1)] = None,
     max_turns: Annotated[int | None, rare(FILES, "turns of each conversation of --prompts", min=1)] = None,
@@ -71,6 +74,7 @@ def prepare_command(
     base = load_recipe(recipe, overrides or ()) if recipe else None
     set_up(threads or (base.threads if base else None))
     given: dict[str, Any] = {
+        "not_in": not_in or None,
         "directory": None if data_dir is None else str(data_dir),
         "base_urls": base_url,
         "served_model": model,

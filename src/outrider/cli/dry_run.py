@@ -159,7 +159,8 @@ def on_gpus(recipe: Recipe, gpus: str, console: Console) -> None:
 
 def of_prepare(data: DataSection, measured: MeasuredTarget, path: Path, console: Console) -> None:
     """`outrider prepare`."""
-    texts = measure_texts(measured, recipe_prompts(data), data, known=path)
+    prompts = recipe_prompts(data, lambda line: console.print(line, markup=False, soft_wrap=True))
+    texts = measure_texts(measured, prompts, data, known=path)
     first = () if data.base_urls else (loading(measured),)
     show(Estimate((*first, responding(measured, texts, data)[0])), path, console)
 

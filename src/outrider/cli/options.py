@@ -101,7 +101,7 @@ Threads = Annotated[int | None, option(GENERAL, "CPU threads; $OMP_NUM_THREADS, 
 
 
 # Options whose value is a file or directory, or else a name of something; and those that take several, by commas.
-_PATHS_OR_NAMES = ("target", "drafter", "assistant", "tasks", "fit_tasks", "prompts", "evaluation", "recipe",
+_PATHS_OR_NAMES = ("target", "drafter", "assistant", "tasks", "fit_tasks", "prompts", "not_in", "evaluation", "recipe",
                    "engine_target", "engine_drafter", "engine_python", "engine_command")  # fmt: skip
 _SEVERAL = ("tasks", "fit_tasks", "lookup")
 # A drafter is one of the words, or [NAME=]PATH, [NAME=]hybrid:PATH or [NAME=]lm:PATH[@LENGTH] (api.drafter).

@@ -37,6 +37,7 @@ from outrider.backends.openai import Endpoint, OpenAIClient, Part, parse_answer,
 from outrider.data.chat import Chat, printable_lines, response_text
 from outrider.data.conversations import Conversation, Message, chat_messages
 from outrider.data.responses import Failure, Reply, ResponseFile
+from outrider.data.sources import prompts_label
 from outrider.sampling import SamplingParams, warp
 from outrider.target.model import Target
 from outrider.utils.measure import dtype_name
@@ -77,6 +78,9 @@ class DataSection(Section):
 
     prompts: list[PromptSource] = []
     """Where prompts come from; none: `responses` exists and is used as it is."""
+    not_in: list[str] = []
+    """Sets to measure with (gsm8k, humaneval, a JSONL file): prompts that share 13 words in a row with one of their
+    prompts are dropped."""
     directory: str | None = None
     """Where prompts by name are looked for without network: NAME.jsonl; null: $OUTRIDER_DATA."""
     responses: str | None = None
@@ -119,9 +123,12 @@ class DataSection(Section):
         return self
 
     def response_settings(self, seed: int) -> dict[str, Any]:
-        """What decides a response beside the target and the prompt, as a responses file records it."""
+        """What decides a response beside the target and the prompt, and which prompts were dropped, as a responses
+        file records it."""
         names = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p", "top_k")
-        return {**{name: getattr(self, name) for name in names}, "seed": seed, "thinking": self.thinking}
+        settings = {**{name: getattr(self, name) for name in names}, "seed": seed, "thinking": self.thinking}
+        apart = sorted(prompts_label(name, self.directory) for name in self.not_in)
+        return {**settings, "not_in": apart} if apart else settings
 
 
 @dataclass(frozen=True)

@@ -399,7 +399,7 @@ class ResponseFile:
         self.replies.update(((reply.id, reply.turn), reply) for reply in replies)
 
     def _check(self, path: Path, found: Mapping[str, Any]) -> None:
-        wanted = self.settings
+        wanted, found = {"not_in": [], **self.settings}, {"not_in": [], **found}
         different = [
             f"{name} {found[name]!r}, not {wanted[name]!r}"
             for name in wanted

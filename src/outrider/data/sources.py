@@ -1,4 +1,4 @@
-"""Sources of conversations: JSON Lines files, prompts by name, the standard library, Hugging Face data sets.
+"""Sources of conversations: JSON Lines files, prompts by name, prompts made here, Hugging Face data sets.
 
     a line of a file     {"turns": [user turn, ...]} or {"messages": [...], "tools": [...]}; `id` is optional
     a row of a data set  any of the shapes that data/conversations.py reads
@@ -14,23 +14,27 @@ import hashlib
 import json
 import logging
 import os
+import re
 import sysconfig
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
 import httpx
 
-from outrider.data.conversations import COLUMNS, SHAPES, Conversation, instruction, parse_row, row_of
+from outrider.data.conversations import COLUMNS, SHAPES, Conversation, instruction, messages_of, parse_row, row_of
+from outrider.data.made_prompts import made_prompts
 from outrider.sampling import SamplingParams
 from outrider.utils.files import cache_dir, write_atomically
+from outrider.utils.terminal import markdown_table
 
 PREFIX = "hf:"
 DATA = "OUTRIDER_DATA"  # the variable that names a directory of prompt files
@@ -116,7 +120,6 @@ def open_dataset(name: str, split: str, config: str | None = None, files: str | 
 # ----------------------------------------------------------------------------
 
 
-NAME = "stdlib_functions"
 _SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__"}
 _DOCSTRING_CHARACTERS = range(40, 900)
 _WORDINGS = (
@@ -159,6 +162,12 @@ def _functions(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
         text = docstring.replace("\n", "\n    ").replace("\n    \n", "\n\n")
         yield f"{module}.{node.name}", f'def {node.name}({arguments}){returns}:\n    """{text}\n    """'
+
+
+_MADE: dict[str, Callable[[], Iterator[Conversation]]] = {
+    "stdlib_functions": lambda: (Conversation(key, (turn,)) for key, turn in stdlib_turns()),
+    "made_prompts": lambda: (Conversation(made.id, made.turns) for made in made_prompts()),
+}
 
 
 # ----------------------------------------------------------------------------
@@ -295,7 +304,7 @@ class Found(NamedTuple):
 
 
 def find_prompts(source: str | Path, directory: str | Path | None = None, fetch: bool = True) -> Found | None:
-    """The file of a source by its path or name; None where it is no file (a data set, `stdlib_functions`).
+    """The file of a source by its path or name; None where it is no file (a data set, prompts that are made here).
 
     Args:
         directory: of prompt files; None: $OUTRIDER_DATA.
@@ -305,7 +314,7 @@ def find_prompts(source: str | Path, directory: str | Path | None = None, fetch:
         ValueError: nothing of that path or name, or the directory is none or has two files of that name.
     """
     name = str(source)
-    if name == NAME or name.startswith(PREFIX) or Path(name).is_dir():
+    if name in _MADE or name.startswith(PREFIX) or Path(name).is_dir():
         return None
     if Path(name).is_file():
         return Found(Path(name), Path(name).stem)
@@ -319,7 +328,7 @@ def find_prompts(source: str | Path, directory: str | Path | None = None, fetch:
         return Found(file, name, str(file))
     raise ValueError(
         f"no prompt file {name!r}; give a JSONL path or one of the shipped sets: "
-        f"{', '.join([*shipped_sets(), NAME])}; one of the tasks {', '.join(task_names())}; "
+        f"{', '.join([*shipped_sets(), *_MADE])}; one of the tasks {', '.join(task_names())}; "
         f"or {PREFIX}owner/name for a Hugging Face data set."
     )
 
@@ -454,8 +463,8 @@ def iterate_prompts(path_or_name: str | Path, directory: str | Path | None = Non
     """Conversations of a source one by one, so that a limit need not read all of it. See `load_prompts`."""
     name = str(path_or_name)
     found = find_prompts(name, directory)
-    if found is None and name == NAME:
-        yield from (Conversation(key, (turn,)) for key, turn in stdlib_turns())
+    if found is None and name in _MADE:
+        yield from _MADE[name]()
     elif found is None:
         yield from dataset_conversations(name)
     else:
@@ -467,7 +476,7 @@ def iterate_prompts(path_or_name: str | Path, directory: str | Path | None = Non
 def load_prompts(
     path_or_name: str | Path, limit: int | None = None, directory: str | Path | None = None
 ) -> list[Conversation]:
-    """Read a JSONL file, a shipped set, `stdlib_functions`, prompts by name (gsm8k, ...; see above), a data set of the
+    """Read a JSONL file, a shipped set, `stdlib_functions`, `made_prompts`, prompts by name (gsm8k, ...; see above), a data set of the
     hub (`hf:owner/name[/config][:split]`), or a data set's directory.
 
     Args:
@@ -516,9 +525,9 @@ def _measures(source: str) -> bool:
     )
 
 
-def prompts_label(source: str | Path) -> str:
+def prompts_label(source: str | Path, directory: str | Path | None = None) -> str:
     """What results call a source: its name, a file's without its ending, SET-for-NAME where a shipped set stands in."""
-    found = find_prompts(source)
+    found = find_prompts(source, directory)
     return Path(str(source)).stem if found is None else found.label
 
 
@@ -543,6 +552,103 @@ def load_tasks(tasks: Sequence[str], max_samples: int | None = None) -> list[tup
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two task files are called {', '.join(twice)}, and results go by that name: rename one.")
     return [(name, load_prompts(task, max_samples)) for name, task in zip(names, tasks, strict=True)]
+
+
+# ----------------------------------------------------------------------------
+# Overlap: prompts to train on that share text with prompts to measure with.
+#
+#     a user turn  ->  words: runs of letters and digits, lower case  ->  all runs of 13 words, and of 8
+#
+# A turn of fewer words is one run, so it is shared where it is the same. Words that all first turns of a set begin or
+# end with, 8 or more, are what it is asked with: "Please reason step by step ..." is no text of gsm8k.
+# ----------------------------------------------------------------------------
+
+
+SHARED_WORDS = 13  # a prompt that shares so many with one to measure with is not trained on
+_COUNTED_WORDS = 8  # so many are counted, too
+_WORD = re.compile(r"\w+")
+
+
+class EvaluationText:
+    """The text of sets of prompts to measure with; which prompts share some of it is counted, source by source.
+
+    Args:
+        names: of the sets, as in `load_prompts`.
+
+    Raises:
+        ValueError: see `load_prompts`.
+    """
+
+    def __init__(self, names: Sequence[str], directory: str | Path | None = None) -> None:
+        self.sizes: dict[str, int] = {}  # prompts of each set
+        self.read: Counter[str] = Counter()  # prompts of each source that were looked at
+        self.sharing: Counter[tuple[str, str, int]] = Counter()  # (source, set, words): prompts of the source
+        self.touched: defaultdict[tuple[str, str, int], set[int]] = defaultdict(set)  # prompts of the set, by number
+        self._places: dict[str, set[tuple[str, int]]] = {}  # run of words -> (set, number of the prompt)
+        for name in names:
+            label, prompts = prompts_label(name, directory), load_prompts(name, directory=directory)
+            self.sizes[label] = len(prompts)
+            turns = [_words_of(prompt) for prompt in prompts]
+            begins, ends = _frame([first for first, *_ in turns])
+            for number, (first, *later) in enumerate(turns):
+                for words in (first[begins : len(first) - ends], *later):
+                    for run in {*_runs(words, SHARED_WORDS), *_runs(words, _COUNTED_WORDS)}:
+                        self._places.setdefault(run, set()).add((label, number))
+
+    def shares(self, source: str, prompt: Conversation) -> bool:
+        """Whether a prompt has SHARED_WORDS words in a row with one of the sets. It is counted."""
+        self.read[source] += 1
+        for size in (_COUNTED_WORDS, SHARED_WORDS):
+            places: set[tuple[str, int]] = set()
+            for words in _words_of(prompt):
+                for run in _runs(words, size):
+                    places |= self._places.get(run, set())
+            for label in {label for label, _ in places}:
+                self.sharing[source, label, size] += 1
+            for label, number in places:
+                self.touched[source, label, size].add(number)
+        return bool(places)
+
+    def table(self) -> list[str]:
+        """What was counted: a line for every source and set that share something, and one for a source without any."""
+        headings = ("prompts", "read", "set", f"share {_COUNTED_WORDS} words", "of the set", "dropped", "of the set")
+        rows = []
+        for source, read in self.read.items():
+            sharing = [label for label in self.sizes if self.sharing[source, label, _COUNTED_WORDS]]
+            for label in sharing:
+                counted = []
+                for size in (_COUNTED_WORDS, SHARED_WORDS):
+                    key = source, label, size
+                    counted += [f"{self.sharing[key]}", f"{len(self.touched[key])} of {self.sizes[label]}"]
+                rows.append((source, str(read), label, *counted))
+            if not sharing:
+                rows.append((source, str(read), "none", "0", "0", "0", "0"))
+        return markdown_table(headings, rows, text=("prompts", "set"))
+
+
+def _words_of(prompt: Conversation) -> list[list[str]]:
+    """The words of each turn's user messages."""
+    said = [[str(m["content"]) for m in messages_of(turn) if m["role"] == "user"] for turn in prompt.turns]
+    return [_WORD.findall("\n".join(texts).lower()) for texts in said]
+
+
+def _runs(words: Sequence[str], size: int) -> Iterator[str]:
+    """All runs of so many words; of fewer words, they themselves."""
+    for start in range(max(len(words) - size, 0) + 1 if words else 0):
+        yield " ".join(words[start : start + size])
+
+
+def _frame(turns: Sequence[list[str]]) -> tuple[int, int]:
+    """How many words all of several turns begin and end with; 0 for fewer than _COUNTED_WORDS."""
+
+    def common(lists: Sequence[Sequence[str]]) -> int:
+        same = sum(1 for _ in takewhile(lambda words: len(set(words)) == 1, zip(*lists, strict=False)))
+        return same if same >= _COUNTED_WORDS else 0
+
+    if len({" ".join(words) for words in turns}) < 2:
+        return 0, 0
+    begins = common(turns)
+    return begins, common([words[begins:][::-1] for words in turns])
 
 
 def _lines(path: Path) -> Iterator[Conversation]:

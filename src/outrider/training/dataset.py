@@ -1,6 +1,6 @@
 """Training and held-out samples of a recipe's data section, and the reduced draft vocabulary.
 
-    sources -> conversations, interleaved -> responses (regenerated, or a file as it is) -> samples -> split
+    sources -> conversations without text to measure with, interleaved -> responses (regenerated, or a file as it is) -> samples -> split
 
 The split is by conversation, on a hash of the id: the `held_out` smallest are held out, the same for every seed, so
 that seeds compare and share a feature store. When conversations are added, none that was trained on becomes held out;
@@ -14,6 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import compress, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,20 +43,24 @@ from outrider.data.responses import (
     stored_samples,
     truncation_warning,
 )
-from outrider.data.sources import iterate_prompts, prompt_sources
+from outrider.data.sources import EvaluationText, find_prompts, iterate_prompts, prompt_sources
 from outrider.target.hub import canonical_id
 from outrider.target.model import Target
 from outrider.training.recipe import Recipe
 from outrider.utils.files import recover_interrupted_write
 
 
-def recipe_prompts(data: DataSection) -> list[Conversation]:
+def recipe_prompts(data: DataSection, say: Callable[[str], None] = lambda line: None) -> list[Conversation]:
     """All conversations of a recipe, the sources interleaved so that an early stop leaves a fair mixture.
 
+    Args:
+        say: told line by line how many share text with the sets of `not_in`.
+
     Raises:
-        ValueError: two different conversations have the same id.
+        ValueError: two different conversations have the same id, or see `EvaluationText`.
     """
     sources = []
+    apart = EvaluationText(data.not_in, data.directory) if data.not_in else None
     read = prompt_sources([source.path for source in data.prompts], data.directory)
     for source in compress(data.prompts, read):
         chosen = (
@@ -63,7 +68,12 @@ def recipe_prompts(data: DataSection) -> list[Conversation]:
             for conversation in iterate_prompts(source.path, data.directory)
             if source.max_characters is None or conversation.opening_characters <= source.max_characters
         )
+        if apart is not None:
+            shares = partial(apart.shares, Path(source.path).stem)
+            chosen = (conversation for conversation in chosen if not shares(conversation))
         sources.append(list(islice(chosen, source.limit)))
+    for line in [] if apart is None else apart.table():
+        say(line)
     places = [((i + 0.5) / len(prompts), p) for prompts in sources for i, p in enumerate(prompts)]
     prompts = list(number_copies(p for _, p in sorted(places, key=lambda place: place[0])))
     repeated = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
@@ -76,13 +86,16 @@ def recipe_prompts(data: DataSection) -> list[Conversation]:
 
 
 def check_prompt_files(data: DataSection) -> int:
-    """Read the prompt files of a recipe, before anything is loaded; other sources may be a download and are left out.
+    """Read the prompt files of a recipe and find the sets of `not_in`, before anything is loaded; other sources may be
+    a download and are left out.
 
     Returns the number of their turns.
 
     Raises:
-        ValueError: a file does not exist or has a malformed line.
+        ValueError: a file does not exist or has a malformed line, or there is no set of a name in `not_in`.
     """
+    for name in data.not_in:
+        find_prompts(name, data.directory)
     files = [source for source in data.prompts if source.path.endswith(".jsonl")]
     return sum(
         len(conversation.first_turns(source.max_turns).turns)
@@ -118,7 +131,7 @@ def make_responses(
         source = LocalSource(target, data)
     made = regenerate(
         source,
-        recipe_prompts(data),
+        recipe_prompts(data, say),
         path,
         seed=seed,
         on_progress=on_progress,

@@ -290,7 +290,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     place = recipe.data.directory
     if place is not None and (path.parent / place).is_dir():
         place = str(path.parent / place)
-    found: dict[str, Any] = {"data": recipe.data.model_copy(update={"prompts": sources, "directory": place})}
+    apart = [_beside(path, name) for name in recipe.data.not_in]
+    data = recipe.data.model_copy(update={"prompts": sources, "not_in": apart, "directory": place})
+    found: dict[str, Any] = {"data": data}
     if recipe.start_from is not None:
         beside = path.parent / recipe.start_from
         there = (beside / "config.json").is_file()

@@ -88,6 +88,7 @@ _FREE_TO_CHANGE: Any = {
     "features": {"directory", "max_gb", "shard_tokens"},
     # The samples themselves are compared; who made them, and how fast, does not matter.
     "data": {
+        "not_in",
         "directory",
         "base_urls",
         "served_model",
@@ -103,7 +104,7 @@ _FREE_TO_CHANGE: Any = {
 
 _NOT_RECORDED: Any = {  # places and addresses, which a published checkpoint should not name
     "out": True,
-    "data": {"prompts", "directory", "responses", "base_urls"},
+    "data": {"prompts", "not_in", "directory", "responses", "base_urls"},
     "features": {"directory"},
     "start_from": True,
     "log": True,

@@ -1,0 +1,101 @@
+"""Made prompts: training prompts from a small grammar, the named source `made_prompts`.
+
+    template  "How do I {skill}?{limits}"  ->  words and wordings of made_prompts.yaml in its fields  ->  a prompt
+
+Prompt i is of kind i modulo their number, so every prefix is an even mixture; the seed of its choices is its own. The
+first N prompts are therefore the same whatever the limit. Nothing here is taken from a data set.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+from outrider.data.conversations import content_id
+from outrider.utils.documents import parse_yaml
+
+COUNT = 60_000
+_FIELD = re.compile(r"\{(\w+)((?:\.\d+)*)(?::(\d+)-(\d+)(?:/(\d+))?)?\}")
+_PARTS, _FEWEST_PARTS = re.compile(r"\w+|[^\w\s]"), 10  # words and signs of the first turn: about its tokens
+_ATTEMPTS = 200  # for one prompt that is not there yet; kinds have room for many more than COUNT
+
+
+class MadePrompt(NamedTuple):
+    """A conversation, its kind, and its skeleton: the text with the names of its lists in place of words, # for
+    numbers."""
+
+    id: str
+    turns: tuple[str, ...]
+    kind: str
+    skeleton: str
+
+
+def made_prompts() -> Iterator[MadePrompt]:
+    """COUNT distinct conversations, the kinds in turn."""
+    kinds = _grammar()["kinds"]
+    seen: set[tuple[str, ...]] = set()
+    for number in range(COUNT):
+        kind = list(kinds)[number % len(kinds)]
+        for attempt in range(_ATTEMPTS):
+            writer = _Writer(random.Random(f"{kind} {number} {attempt}"))
+            template = writer.pick(kinds[kind])
+            written = [writer.write(turn) for turn in ([template] if isinstance(template, str) else template)]
+            turns = tuple(text.strip() for text, _ in written)
+            if turns not in seen and len(_PARTS.findall(turns[0])) >= _FEWEST_PARTS:
+                break
+        else:
+            raise RuntimeError(f"{kind} has no prompt number {number}")
+        seen.add(turns)
+        yield MadePrompt(f"made-{kind}-{content_id(turns, ())[:12]}", turns, kind, "\n".join(skeleton for _, skeleton in written))
+
+
+@cache
+def _grammar() -> dict[str, Any]:
+    text = (resources.files("outrider.data") / "made_prompts.yaml").read_text(encoding="utf-8")
+    grammar: dict[str, Any] = parse_yaml(text)
+    return grammar
+
+
+class _Writer:
+    """Fills the fields of one conversation's templates. A field that stands twice has one value."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._chosen: dict[str, dict[str, str]] = {}  # list -> number of the field -> its option
+
+    def pick(self, options: list[Any]) -> Any:
+        """One of them. `Random.random` is the one method whose numbers no version of Python changes."""
+        return options[int(self._chance.random() * len(options))]
+
+    def write(self, template: str, number: str = "") -> tuple[str, str]:
+        """The text and the skeleton of a template. `number`: what the numbers of its fields begin with."""
+        text = skeleton = ""
+        end = 0
+        for field in _FIELD.finditer(template):
+            before = template[end : field.start()]
+            value, shown = self._fill(field, number)
+            vowel = re.search(r"\b[Aa] $", before) is not None and value[:1] in tuple("aeiouAEIOU")
+            text += (before[:-1] + "n " if vowel else before) + value
+            skeleton += before + shown
+            end = field.end()
+        return text + template[end:], skeleton + template[end:]
+
+    def _fill(self, field: re.Match[str], number: str) -> tuple[str, str]:
+        written, own, low, high, step = field.groups()
+        name, place = written[0].lower() + written[1:], own + number
+        chosen = self._chosen.setdefault(name, {})
+        if low is not None:
+            return chosen.setdefault(place, str(self.pick(range(int(low), int(high) + 1, int(step or 1))))), "#"
+        words = _grammar()["words"].get(name)
+        if place not in chosen:
+            options = words or _grammar()["wordings"][name]
+            taken = chosen.values()
+            left = [option for option in options if option not in taken] if taken else options
+            chosen[place] = self.pick(left or options)
+        text, skeleton = self.write(chosen[place], place)
+        text = text[:1].upper() + text[1:] if written[0].isupper() else text
+        return text, f"{{{name}}}" if words else skeleton
