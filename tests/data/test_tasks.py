@@ -18,7 +18,19 @@ import pytest
 
 import outrider.data.sources as sources
 from outrider.data.conversations import Conversation, Turn
-from outrider.data.sources import TASKS, find_prompts, load_prompts, load_tasks, prompt_sources, shipped_sets
+from outrider.data.regenerate import DataSection, PromptSource
+from outrider.data.responses import read_responses
+from outrider.data.sources import (
+    TASKS,
+    EvaluationText,
+    find_prompts,
+    load_prompts,
+    load_tasks,
+    prompt_sources,
+    shipped_sets,
+)
+from outrider.training.dataset import recipe_prompts
+from outrider.training.recipe import load_recipe
 from tests.toys.command_line import Run, check_error
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -331,3 +343,125 @@ def test_files_of_that_name_come_first(asked: Asked, tmp_path: Path, monkeypatch
     assert load_prompts("gsm8k")[0].turns == ("Local?",) and asked == []
     with pytest.raises(ValueError, match=r"no prompt file 'gsm9k'.*one of the tasks gsm8k, math500"):
         load_prompts("gsm9k")
+
+
+# ----------------------------------------------------------------------------
+# Prompts that share text with what is measured with.
+# ----------------------------------------------------------------------------
+
+THIRTEEN = "A ferry with nine red cabins leaves the old pier at seven every"  # words, as are these of no other prompt
+ASKED = " Please reason step by step, and put your final answer within \\boxed{}."
+
+
+def lines_of(path: Path, *prompts: str | list[str]) -> str:
+    """A file of prompts, whose ids are their numbers."""
+    rows = [{"id": str(i), "turns": [p] if isinstance(p, str) else p} for i, p in enumerate(prompts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> dict[str, str]:
+    """Prompts to train on (`mine`), and two sets to measure with; each pair of them shares what the names say."""
+    words = THIRTEEN.split()
+    exact, twelve, eight = THIRTEEN, " ".join(words[:12]), " ".join(words[3:11])
+    return {
+        "sums": lines_of(
+            tmp_path / "sums.jsonl",
+            f"{exact} day, how often is that in a week?{ASKED}",
+            f"How many apples are there in total?{ASKED}",
+            f"What is seven times six?{ASKED}",
+        ),
+        "talk": lines_of(tmp_path / "talk.jsonl", ["Name four metals.", "Why is the sky blue?"], ["Name four birds."]),
+        "mine": lines_of(
+            tmp_path / "mine.jsonl",
+            f"Once more: {exact}!",  # 0: thirteen words
+            exact.upper().replace(" ", " - "),  # 1: the same, whatever the case and signs
+            f"Once more: {twelve} morning.",  # 2: twelve, of which eight are counted
+            f"They said {eight} but no more.",  # 3: exactly eight
+            f"They said {eight.removeprefix(words[3])} but no more.",  # 4: seven
+            f"How many pears are there in total?{ASKED}",  # 5: what the set is asked with
+            "why is the sky   BLUE",  # 6: the whole of a short turn
+            "Why is the sky blue? Say it in one sentence.",  # 7: it is but a part
+            ["Name four trees.", f"Or this: {exact}."],  # 8: in a later turn
+            "Name four metals.",  # 9: the whole of another turn of the same conversation
+        ),
+    }
+
+
+def test_prompts_that_share_thirteen_words_are_dropped_and_counted(apart: dict[str, str]) -> None:
+    told: list[str] = []
+    data = DataSection(prompts=[PromptSource(path=apart["mine"])], not_in=[apart["sums"], apart["talk"]])
+    assert [prompt.id for prompt in recipe_prompts(data, told.append)] == ["2", "3", "4", "5", "7"]
+    assert told == [
+        "| prompts | read | set | share 8 words | of the set | dropped | of the set |",
+        "|---|---:|---|---:|---:|---:|---:|",
+        "| mine | 10 | sums | 5 | 1 of 3 | 3 | 1 of 3 |",
+        "| mine | 10 | talk | 2 | 1 of 2 | 2 | 1 of 2 |",
+    ]
+    other = data.model_copy(update={"not_in": [lines_of(Path(apart["talk"]), "Something else.", "And another.")]})
+    told.clear()
+    assert len(recipe_prompts(other, told.append)) == 10 and told[2:] == ["| mine | 10 | none | 0 | 0 | 0 | 0 |"]
+    told.clear()
+    assert len(recipe_prompts(other.model_copy(update={"not_in": []}), told.append)) == 10 and told == []
+
+
+def test_a_limit_counts_what_is_left(apart: dict[str, str]) -> None:
+    told: list[str] = []
+    few = PromptSource(path=apart["mine"], limit=3)
+    data = DataSection(prompts=[few], not_in=[apart["sums"]])
+    assert [prompt.id for prompt in recipe_prompts(data, told.append)] == ["2", "3", "4"]
+    assert told[2].startswith("| mine | 5 | sums |"), "no more are read"
+    short = few.model_copy(update={"limit": None, "max_turns": 1})
+    assert "8" in [prompt.id for prompt in recipe_prompts(data.model_copy(update={"prompts": [short]}))], "turns in use"
+
+
+def test_what_every_prompt_of_a_set_begins_or_ends_with_is_not_its_text(tmp_path: Path) -> None:
+    asked = "Write a solution to the following problem and make sure that it passes the tests:"
+    set_ = lines_of(tmp_path / "s.jsonl", f"{asked} sort by age", f"{asked} sort by name", f"{asked} {THIRTEEN} day")
+    text = EvaluationText([set_])
+    mine = [Conversation("", (turn,)) for turn in (f"{asked} sum", f"{asked} sort by size", f"{THIRTEEN} night")]
+    assert [text.shares("mine", prompt) for prompt in mine] == [False, False, True]
+    alone = EvaluationText([lines_of(tmp_path / "one.jsonl", f"{asked} sort by age")])
+    assert alone.shares("mine", mine[0]), "of a single prompt everything is text"
+    few = EvaluationText([lines_of(tmp_path / "few.jsonl", "Write a poem about the sea", "Write a poem about rain")])
+    said = [Conversation("", (turn,)) for turn in ("write a poem about rain", "about rain", "Write a poem about snow")]
+    assert [few.shares("mine", prompt) for prompt in said] == [True, False, False], "a few words are no instruction"
+
+
+def test_only_what_users_say_is_compared(tmp_path: Path) -> None:
+    turn = ({"role": "system", "content": THIRTEEN}, {"role": "user", "content": "Go on."})
+    text = EvaluationText([lines_of(tmp_path / "s.jsonl", THIRTEEN, "Other words.")])
+    assert not text.shares("mine", Conversation("", (turn,)))
+    assert text.shares("mine", Conversation("", ((turn[0] | {"role": "user"},),)))
+    assert not text.shares("mine", Conversation("", ("?!",))), "a turn without words"
+
+
+def test_responses_say_which_prompts_were_dropped(run: Run, toy: Path, tmp_path: Path, apart: dict[str, str]) -> None:
+    out = tmp_path / "r.jsonl"
+    small = ("--max-new-tokens", 2, "--max-prompt-tokens", 200)
+    command = ("prepare", "--target", toy / "target", "--prompts", apart["mine"], *small, "--out", out)
+    sets = ("--not-in", apart["talk"], "--not-in", apart["sums"])
+    status, stdout, stderr = run(*command, *sets)
+    assert status == 0 and "| mine | 10 | sums | 5 | 1 of 3 | 3 | 1 of 3 |" in stdout + stderr
+    assert read_responses(out)[0]["not_in"] == ["sums", "talk"]
+    assert {reply.id for reply in read_responses(out)[1]} == {"2", "3", "4", "5", "7"}
+    before = out.read_bytes()
+    assert run(*command, *sets[2:], *sets[:2])[0] == 0 and out.read_bytes() == before
+    check_error(run(*command), "was made with other settings: not_in ['sums', 'talk'], not []")
+    status, _, stderr = run(*command, *sets[:2])
+    assert status == 2 and "not_in ['sums', 'talk'], not ['talk']" in stderr.splitlines()[-1]
+    plain = tmp_path / "plain.jsonl"
+    assert run(*command[:-1], plain)[0] == 0 and "not_in" not in read_responses(plain)[0]
+    status, _, stderr = run(*command[:-1], plain, *sets)
+    assert status == 2 and "not_in [], not ['sums', 'talk']" in stderr.splitlines()[-1]
+    tried = run(*command[:-1], tmp_path / "none.jsonl", "--not-in", "gsm9k")
+    check_error(tried, "no prompt file 'gsm9k'; give a JSONL path or one of the shipped sets")
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_sets_of_a_recipe_are_beside_it(tmp_path: Path, apart: dict[str, str]) -> None:
+    section = {"prompts": [{"path": "mine.jsonl"}], "not_in": ["sums.jsonl", "humaneval"]}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({"target": "t", "out": "o", "data": section}))
+    assert load_recipe(path).data.not_in == [apart["sums"], "humaneval"]

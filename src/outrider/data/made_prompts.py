@@ -50,7 +50,8 @@ def made_prompts() -> Iterator[MadePrompt]:
         else:
             raise RuntimeError(f"{kind} has no prompt number {number}")
         seen.add(turns)
-        yield MadePrompt(f"made-{kind}-{content_id(turns, ())[:12]}", turns, kind, "\n".join(skeleton for _, skeleton in written))
+        skeleton = "\n".join(skeleton for _, skeleton in written)
+        yield MadePrompt(f"made-{kind}-{content_id(turns, ())[:12]}", turns, kind, skeleton)
 
 
 @cache

@@ -476,8 +476,8 @@ def iterate_prompts(path_or_name: str | Path, directory: str | Path | None = Non
 def load_prompts(
     path_or_name: str | Path, limit: int | None = None, directory: str | Path | None = None
 ) -> list[Conversation]:
-    """Read a JSONL file, a shipped set, `stdlib_functions`, `made_prompts`, prompts by name (gsm8k, ...; see above), a data set of the
-    hub (`hf:owner/name[/config][:split]`), or a data set's directory.
+    """Read a JSONL file, a shipped set, `stdlib_functions`, `made_prompts`, prompts by name (gsm8k, ...; see above), a
+    data set of the hub (`hf:owner/name[/config][:split]`), or a data set's directory.
 
     Args:
         directory: where prompts by name are looked for without network; None: $OUTRIDER_DATA.

@@ -1,6 +1,6 @@
 """Training and held-out samples of a recipe's data section, and the reduced draft vocabulary.
 
-    sources -> conversations without text to measure with, interleaved -> responses (regenerated, or a file as it is) -> samples -> split
+    sources -> conversations, interleaved -> responses (regenerated, or a file as it is) -> samples -> split
 
 The split is by conversation, on a hash of the id: the `held_out` smallest are held out, the same for every seed, so
 that seeds compare and share a feature store. When conversations are added, none that was trained on becomes held out;
