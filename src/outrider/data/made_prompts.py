@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ def made_prompts() -> Iterator[MadePrompt]:
             raise RuntimeError(f"{kind} has no prompt number {number}")
         seen.add(turns)
         skeleton = "\n".join(skeleton for _, skeleton in written)
-        yield MadePrompt(f"made-{kind}-{content_id(turns, ())[:12]}", turns, kind, skeleton)
+        yield MadePrompt(f"made-{kind}-{content_id(turns, ())[:12]}", turns, kind=kind, skeleton=skeleton)
 
 
 @cache
@@ -68,7 +68,7 @@ class _Writer:
         self._chance = chance
         self._chosen: dict[str, dict[str, str]] = {}  # list -> number of the field -> its option
 
-    def pick(self, options: list[Any]) -> Any:
+    def pick(self, options: Sequence[Any]) -> Any:
         """One of them. `Random.random` is the one method whose numbers no version of Python changes."""
         return options[int(self._chance.random() * len(options))]
 
