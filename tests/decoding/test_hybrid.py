@@ -140,6 +140,23 @@ def test_many_requests_look_less_often_for_copies_that_are_not_used(
     assert len(looked) == looks
 
 
+def test_copies_in_sampled_text_have_beliefs_of_their_own() -> None:
+    """Less is expected of them, and what came of them says nothing about greedy text."""
+    copies = Copies(NgramConfig(4))
+    text = [7, 8, 9, 7, 8, 9, 7]
+
+    def first(sampled: bool) -> float:
+        (copy,) = copies.look_up({"new": text}, sampled=["new"] if sampled else []).values()
+        return copy.confidences[0]
+
+    greedy, sampled = first(False), first(True)
+    assert sampled < greedy
+    for number in range(30):
+        found = copies.look_up({str(number): text}, sampled=[str(number)])
+        copies.record(found, {str(number): [*text, 5]})
+    assert first(False) == greedy and first(True) < sampled - 0.1
+
+
 def test_a_copy_ends_where_little_is_expected_of_it() -> None:
     copy = Copy(10, 3, [1, 2, 3, 4], np.array([0.9, 0.5, 0.1, 1.0]))
     assert copy.draft(9, 0.0).tokens == [1, 2] and copy.draft(1, 0.0).tokens == [1]

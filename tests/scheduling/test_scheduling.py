@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 
 from benchmarks.planning import CLIFFS, POLICIES, busy_step, gate_microseconds, planning_microseconds
 from outrider.scheduling.cost import Floats, Ints, SpsTable
-from outrider.scheduling.gate import AlwaysDraft, DraftGate, GateView, History, SkipDrafting, known_verdicts
+from outrider.scheduling.gate import (
+    AlwaysDraft,
+    DraftGate,
+    GateView,
+    History,
+    Patience,
+    SkipDrafting,
+    known_verdicts,
+)
 from outrider.scheduling.policies import (
     BY_COST,
     AsyncScheduler,
@@ -310,6 +318,73 @@ def test_goodput_counts_the_token_that_the_target_adds_itself() -> None:
     view = replace(StepView.of([[0.9, 0.9]], [2]), expected_K=np.array([0.5, 0.5]))
     assert GoodputPolicy(SpsTable([1.0, 1 / 1.6, 1 / 2.2])).lengths(view).tolist() == [0]
     assert GoodputPolicy(SpsTable([1.0, 1 / 1.4, 1 / 2.2])).lengths(view).tolist() == [1]
+
+
+def test_sampled_text_teaches_nothing_about_greedy_text() -> None:
+    """Drafts with confidences and without: forty of sampled text are rejected, and a new request starts anew."""
+    rejected = {"verified_R": np.array([1]), "accepted_R": np.array([0])}
+    for own in ([0.8], []):
+        history = History(gamma=1)
+
+        def first(sampled: bool, history: History = history, own: list[float] = own) -> float:
+            view = history.step_view(["new"], [own], [1], [9], sampled=[sampled])
+            return float(view.confidences_RK[0, 0])
+
+        before = first(False)
+        for step in range(40):
+            view = history.step_view([step], [own], [1], [9], sampled=[True])
+            history.record([step], view, **rejected)
+        assert first(False) == pytest.approx(before, abs=0.06 if own else 0.2)
+        assert first(True) < first(False) - 0.2
+    greedy, sampled = (history.gate_view(["new"], [9], sampled=[one]).expected_RK[0, 0] for one in (False, True))
+    assert sampled < greedy - 0.2, "what the gate is shown of a drafter without confidences"
+
+
+def test_a_step_without_drafts_is_remembered() -> None:
+    history = History(gamma=2)
+    remember(history, ["a"], history.step_view(["a"], [[0.8, 0.5]], [2], [9]))
+    history.skip(["a", "b"])
+    assert history.gate_view(["a", "b"], [9, 9]).idle_R.tolist() == [1, 1]
+    past = history.step_view(["a"], [[]], [0], [9]).past
+    assert [step.drafted_R.tolist() for step in past] == [[2], [0, 0]] and past[1].confidences_RK.shape == (2, 0)
+
+
+def rests(patience: Patience, ids: Sequence[str], rounds: int) -> str:
+    """Which of so many rounds, in which no draft is verified, are asked (a) and rest (r)."""
+    found = ""
+    for _ in range(rounds):
+        resting = patience.rests(ids)
+        found += "r" if resting else "a"
+        if not resting:
+            patience.told(ids, False)
+    return found
+
+
+def test_rounds_rest_behind_those_without_a_verified_draft() -> None:
+    patience = Patience(SkipDrafting(DraftCost()))
+    assert rests(patience, "abcd", 24) == "ararrrarrrrrrrarrrrrrrar"
+    patience.told("abcd", True)
+    assert rests(patience, "abcd", 3) == "ara", "a verified draft ends it"
+
+
+def test_a_rest_ends_where_requests_come_or_half_of_them_go() -> None:
+    def resting() -> Patience:
+        patience = Patience(SkipDrafting(DraftCost()))
+        assert rests(patience, "abcdefgh", 7).endswith("a")
+        return patience
+
+    assert resting().rests("abcdefgh") and resting().rests("abcdefgx") and resting().rests("abcde")
+    for changed in ("abcdefxy", "abcd", "x"):
+        assert not resting().rests(changed), changed
+    gone = resting()
+    gone.forget("a")
+    gone.forget("b")
+    assert not gone.rests("abcdefgh"), "others have come under the ids of two that have left"
+    assert rests(resting(), "abcd", 4) == "arar", "it begins anew"
+
+
+def test_no_round_rests_where_every_request_drafts() -> None:
+    assert rests(Patience(AlwaysDraft()), "ab", 5) == "aaaaa"
 
 
 def test_history_weighs_confidences_by_survival() -> None:
