@@ -431,10 +431,11 @@ def test_what_every_prompt_of_a_set_begins_or_ends_with_is_not_its_text(tmp_path
 
 def test_only_what_users_say_is_compared(tmp_path: Path) -> None:
     turn = ({"role": "system", "content": THIRTEEN}, {"role": "user", "content": "Go on."})
-    text = EvaluationText([lines_of(tmp_path / "s.jsonl", THIRTEEN, "Other words.")])
+    text = EvaluationText([lines_of(tmp_path / "s.jsonl", THIRTEEN, "Other words.", "?", f"No: {THIRTEEN}")])
     assert not text.shares("mine", Conversation("", (turn,)))
     assert text.shares("mine", Conversation("", ((turn[0] | {"role": "user"},),)))
     assert not text.shares("mine", Conversation("", ("?!",))), "a turn without words"
+    assert text.table()[2:] == ["| mine | 3 | s | 1 | 2 of 4 | 1 | 2 of 4 |"], "two prompts have the words"
 
 
 def test_responses_say_which_prompts_were_dropped(run: Run, toy: Path, tmp_path: Path, apart: dict[str, str]) -> None:
@@ -457,7 +458,7 @@ def test_responses_say_which_prompts_were_dropped(run: Run, toy: Path, tmp_path:
     assert status == 2 and "not_in [], not ['sums', 'talk']" in stderr.splitlines()[-1]
     tried = run(*command[:-1], tmp_path / "none.jsonl", "--not-in", "gsm9k")
     check_error(tried, "no prompt file 'gsm9k'; give a JSONL path or one of the shipped sets")
-    assert not (tmp_path / "none.jsonl").exists()
+    assert "loading" not in tried[1] and not (tmp_path / "none.jsonl").exists(), "told before the work"
 
 
 def test_sets_of_a_recipe_are_beside_it(tmp_path: Path, apart: dict[str, str]) -> None:

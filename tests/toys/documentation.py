@@ -36,7 +36,7 @@ RUN_BY = {
     "inspect": ["data/test_inspect.py", "cli/test_cli.py"],
     "models": ["checkpoints/test_published.py"],
     "package": ["evaluation/test_shipped.py"],
-    "prepare": ["data/test_prepare.py", "cli/test_demo.py"],
+    "prepare": ["data/test_prepare.py", "data/test_tasks.py", "cli/test_demo.py"],
     "profile": ["scheduling/test_profile.py"],
     "push": ["cli/test_push.py"],
     "recipe": ["cli/test_recipe.py"],

@@ -32,9 +32,7 @@ def prepare_command(
     prompts: Annotated[
         list[str] | None, option(FILES, "JSONL file, shipped set, name, hf:owner/name[:split]; repeatable")
     ] = None,
-    not_in: Annotated[
-        list[str] | None, option(FILES, "drop prompts that share 13 words with these; repeatable")
-    ] = None,
+    not_in: Annotated[list[str] | None, rare(FILES, "drop prompts that share 13 words with these; repeatable")] = None,
     data_dir: opt.DataDirectoryOfRecipe = None,
     limit: Annotated[int | None, option(FILES, "conversations of each --prompts", min=1)] = None,
     max_turns: Annotated[int | None, rare(FILES, "turns of each conversation of --prompts", min=1)] = None,

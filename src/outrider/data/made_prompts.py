@@ -44,7 +44,7 @@ def made_prompts() -> Iterator[MadePrompt]:
             writer = _Writer(random.Random(f"{kind} {number} {attempt}"))
             template = writer.pick(kinds[kind])
             written = [writer.write(turn) for turn in ([template] if isinstance(template, str) else template)]
-            turns = tuple(text.strip() for text, _ in written)
+            turns = tuple(text for text, _ in written)
             if turns not in seen and len(_PARTS.findall(turns[0])) >= _FEWEST_PARTS:
                 break
         else:
