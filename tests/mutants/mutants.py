@@ -445,18 +445,18 @@ MUTANTS: list[Mutant] = [
         (
             "eng_preempted_keeps_unread",
             "a preempted request keeps features of its old cache",
-            "        self.session = self.recurrent = None\n        self.unread.clear()\n",
+            "        self.session = self.recurrent = None\n        self.all_read()\n",
             "        self.session = self.recurrent = None\n",
             "tests/engine/test_steps.py::test_a_preempted_request_is_read_anew",
         ),
         (
             "eng_preempted_restarts_random_state",
             "a preempted request draws its random numbers again",
-            "        self.session = self.recurrent = None\n        self.unread.clear()\n",
+            "        self.session = self.recurrent = None\n        self.all_read()\n",
             (
                 "        self.source = Randomness().source(self.seed)\n"
                 "        self.session = self.recurrent = None\n"
-                "        self.unread.clear()\n"
+                "        self.all_read()\n"
             ),
             "tests/engine/test_steps.py::test_a_preempted_request_goes_on_with_its_random_numbers",
         ),
@@ -1245,14 +1245,14 @@ MUTANTS: list[Mutant] = [
             "what came of drafts of sampled text counts for greedy text",
             "else view.sampled_R.astype(np.int64)",
             "else 0 * view.sampled_R.astype(np.int64)",
-            "tests/scheduling/test_scheduling.py::test_sampled_text_teaches_nothing_about_greedy_text",
+            "tests/scheduling/test_scheduling.py::test_levels_of_sampled_and_greedy_text_are_learned_apart",
         ),
         (
             "history_gate_one_group",
             "the gate is shown of sampled text what is believed of greedy text",
             "None if sampled is None else np.array(sampled, dtype=np.int64)",
             "None",
-            "tests/scheduling/test_scheduling.py::test_sampled_text_teaches_nothing_about_greedy_text",
+            "tests/scheduling/test_scheduling.py::test_levels_of_sampled_and_greedy_text_are_learned_apart",
         ),
         (
             "history_skips_not_counted",
@@ -1370,6 +1370,41 @@ MUTANTS: list[Mutant] = [
             "np.maximum(seconds_N - (alone_2[1] - alone_2[0]), alone_2[0])",
             "seconds_N",
             "tests/scheduling/test_scheduling.py",
+        ),
+        (
+            "learned_cost_without_plain",
+            "how fast the machine is counts as a cost of drafts",
+            "math.exp(drafts_mean - plain_mean)",
+            "math.exp(drafts_mean)",
+            "tests/scheduling/test_profile.py::test_what_drafts_cost_is_learned_from_steps",
+        ),
+        (
+            "learned_cost_of_all_steps",
+            "steps without drafts are corrected, too",
+            "np.where(tokens_N > requests, rho, 1.0)",
+            "rho",
+            "tests/scheduling/test_profile.py::test_what_drafts_cost_is_learned_from_steps",
+        ),
+        (
+            "learned_cost_alone",
+            "the cost of a request alone follows the clock",
+            "        if requests < 2:\n            return\n",
+            "",
+            "tests/scheduling/test_profile.py::test_what_drafts_cost_is_learned_from_steps",
+        ),
+        (
+            "learned_cost_stray_step",
+            "one step that something delayed counts in full",
+            "off = min(max(off, mean - _STRAY), mean + _STRAY)",
+            "pass",
+            "tests/scheduling/test_profile.py::test_learned_costs_follow_a_change_and_no_stray_step",
+        ),
+        (
+            "learned_cost_without_draft",
+            "the seconds of the draft count as a cost of its rows",
+            "            predicted += self.cost.draft_seconds(drafting, depth)",
+            "            pass",
+            "tests/scheduling/test_profile.py::test_seconds_of_the_draft_are_part_of_what_is_learned",
         ),
         (
             "cost_may_fall",

@@ -17,14 +17,16 @@ import torch
 import outrider.decoding.generate as generate_module
 import outrider.engine.engine as engine_module
 import outrider.scheduling.beliefs as beliefs_module
+import outrider.scheduling.cost as cost_module
 from outrider.decoding.generate import SingleRequest
 from outrider.decoding.request import RequestState
 from outrider.drafters.draft import Draft
 from outrider.engine.batch import StepBatch
+from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SeenTokens
-from outrider.scheduling.cost import SpsTable
-from outrider.scheduling.gate import SkipDrafting
+from outrider.scheduling.cost import Ints, LearnedCost, SpsTable
+from outrider.scheduling.gate import AlwaysDraft, GateView, SkipDrafting
 from outrider.scheduling.policies import (
     CostPolicy,
     FixedPolicy,
@@ -77,6 +79,47 @@ def test_policies_over_two_requests(name: str, tally: Tally) -> None:
     assert tally.deviation(case, case.in_engine) <= TOLERANCE
     if name == "prefix":  # a policy that always answers alike would prove little
         assert len({lengths for lengths in watched.decisions if len(lengths) == 2}) >= 2
+
+
+@pytest.mark.slow
+def test_costs_learned_from_steps(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock by which steps take unequally long corrects the cost within a response, and changes what is verified."""
+    factors: set[float] = set()
+    learned = LearnedCost(GATED)
+    begin, rho = Engine.__init__, LearnedCost._rho
+
+    class Ticking:
+        """The k-th time that it is asked, it is later by 1 to 3 seconds."""
+
+        asked = now = 0
+
+        def perf_counter(self) -> float:
+            self.asked += 1
+            self.now += 1 + self.asked % 3
+            return float(self.now)
+
+    def begun(self: Engine, *parts: Any, **more: Any) -> None:
+        learned._known.clear()  # every trace begins anew
+        monkeypatch.setattr(engine_module, "time", Ticking())
+        begin(self, *parts, **more)
+
+    def watched(self: LearnedCost, requests: int) -> float:
+        factors.add(rho(self, requests))
+        return rho(self, requests)
+
+    monkeypatch.setattr(Engine, "__init__", begun)
+    monkeypatch.setattr(LearnedCost, "_rho", watched)
+    monkeypatch.setattr(cost_module, "_FEWEST", 1)
+
+    class Alternating(AlwaysDraft):
+        """Nobody drafts where the longest text has an even number of tokens."""
+
+        def depths(self, view: GateView) -> Ints:
+            return np.full(len(view.idle_R), view.expected_RK.shape[1] * (view.contexts_R.max() % 2))
+
+    case = Case(LookAhead(learned, margin=0.0), gate=Alternating(), tokens=(5, 4))
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    assert len(factors) > 1
 
 
 @pytest.mark.parametrize("name", REMEMBERING)

@@ -34,7 +34,7 @@ from outrider.evaluation.profile import (
     shape_digest,
     sweep,
 )
-from outrider.scheduling.cost import Additive, Profile
+from outrider.scheduling.cost import Additive, LearnedCost, Profile, SpsTable
 from outrider.scheduling.policies import PrefixScheduler, StepView
 from outrider.target.model import Target, load_target
 from outrider.target.paged import PagedKV, Span
@@ -205,6 +205,50 @@ def test_a_policy_decides_with_it() -> None:
 
 
 @pytest.mark.timed
+def learned_from(plain: float, drafts: float, steps: int, requests: int = 4) -> LearnedCost:
+    """Steps that take so many times what is predicted, without drafts and with two."""
+    cost = LearnedCost(SpsTable([1.0] * 8 + [0.5]))
+    for _ in range(steps):
+        cost.took(plain, requests, 100.0, verified=0, drafting=0, depth=1)
+        cost.took(drafts, requests, 100.0, verified=2, drafting=0, depth=1)
+    return cost
+
+
+def test_what_drafts_cost_is_learned_from_steps() -> None:
+    """Against steps without drafts: a machine of half the speed changes nothing, dearer drafts do."""
+    rows = np.array([4, 5, 6])
+    assert learned_from(2.0, 2.0, 9).seconds(rows, 4, 100.0) == pytest.approx([1, 1, 1])
+    dear = learned_from(2.0, 2.5, 9)
+    assert dear.seconds(rows, 4, 100.0) == pytest.approx([1, 1.25, 1.25])
+    assert dear.seconds(rows, 8, 100.0) == pytest.approx([1, 1, 1]), "twice as many requests are learned apart"
+    assert dear.seconds(rows + 1, 5, 100.0) == pytest.approx([1, 1.25, 1.25])
+    assert learned_from(2.0, 2.5, 3).seconds(rows, 4, 100.0) == pytest.approx([1, 1, 1]), "too few steps"
+    alone = learned_from(2.0, 2.5, 9, requests=1)
+    assert alone.seconds(np.array([1, 3]), 1, 100.0) == pytest.approx([1, 1]), "the text of a seed depends on no clock"
+
+
+def test_learned_costs_follow_a_change_and_no_stray_step() -> None:
+    rows = np.array([6])
+    cost = learned_from(1.0, 1.2, 30)
+    cost.took(60.0, 4, 100.0, verified=2, drafting=0, depth=1)
+    assert 1.2 < cost.seconds(rows, 4, 100.0)[0] < 1.22
+    for _ in range(80):
+        cost.took(1.0, 4, 100.0, verified=2, drafting=0, depth=1)
+    assert cost.seconds(rows, 4, 100.0)[0] == pytest.approx(1.0, abs=0.02)
+
+
+def test_seconds_of_the_draft_are_part_of_what_is_learned() -> None:
+    inner = profile_of(cells_of(linear))
+    cost = LearnedCost(inner)
+    for _ in range(6):
+        plain = float(inner.seconds(np.array([4]), 4, 100.0)[0])
+        cost.took(plain, 4, 100.0, verified=0, drafting=0, depth=1)
+        drafted = float(inner.seconds(np.array([7]), 4, 100.0)[0]) + inner.draft_seconds(3, 1)
+        cost.took(drafted, 4, 100.0, verified=3, drafting=3, depth=1)
+    assert cost.seconds(np.array([7]), 4, 100.0) == pytest.approx(inner.seconds(np.array([7]), 4, 100.0))
+    assert cost.draft_seconds(3, 1) == inner.draft_seconds(3, 1)
+
+
 def test_policies_may_ask_at_every_step() -> None:
     """A generous bound on one call, for 32 requests that drafted 7 tokens each."""
     profile, tokens = profile_of(cells_of(staircase)), np.arange(32, 257)

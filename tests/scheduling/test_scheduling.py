@@ -320,8 +320,8 @@ def test_goodput_counts_the_token_that_the_target_adds_itself() -> None:
     assert GoodputPolicy(SpsTable([1.0, 1 / 1.4, 1 / 2.2])).lengths(view).tolist() == [1]
 
 
-def test_sampled_text_teaches_nothing_about_greedy_text() -> None:
-    """Drafts with confidences and without: forty of sampled text are rejected, and a new request starts anew."""
+def test_levels_of_sampled_and_greedy_text_are_learned_apart() -> None:
+    """Drafts with confidences and without: forty of sampled text are rejected. What positions share moves, too."""
     rejected = {"verified_R": np.array([1]), "accepted_R": np.array([0])}
     for own in ([0.8], []):
         history = History(gamma=1)
@@ -331,13 +331,13 @@ def test_sampled_text_teaches_nothing_about_greedy_text() -> None:
             return float(view.confidences_RK[0, 0])
 
         before = first(False)
+        assert first(True) == before
         for step in range(40):
             view = history.step_view([step], [own], [1], [9], sampled=[True])
             history.record([step], view, **rejected)
-        assert first(False) == pytest.approx(before, abs=0.06 if own else 0.2)
-        assert first(True) < first(False) - 0.2
+        assert first(True) < first(False) - 0.15, (first(True), first(False))
     greedy, sampled = (history.gate_view(["new"], [9], sampled=[one]).expected_RK[0, 0] for one in (False, True))
-    assert sampled < greedy - 0.2, "what the gate is shown of a drafter without confidences"
+    assert sampled < greedy - 0.15, "what the gate is shown of a drafter without confidences"
 
 
 def test_a_step_without_drafts_is_remembered() -> None:

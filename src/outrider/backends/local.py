@@ -20,7 +20,7 @@ from outrider.drafters.base import DraftCall, Drafter, WrappedDrafter, draft_slo
 from outrider.drafters.draft import Draft
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
-from outrider.scheduling.cost import StepCost
+from outrider.scheduling.cost import LearnedCost, StepCost
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, SkipDrafting
 from outrider.scheduling.policies import BY_COST, FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.model import Target
@@ -111,7 +111,10 @@ def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost
             f"variant {name} decides by what steps cost here: measure that (outrider profile --out FILE) and give "
             "--profile FILE, or leave the variant out."
         )
-    gate = SkipDrafting(cost) if name.endswith(SKIP) else always
+    gate: DraftGate = always
+    if name.endswith(SKIP):
+        cost = LearnedCost(cost)
+        gate = SkipDrafting(cost)
     return Variant(name, gamma, BY_COST[name.removesuffix(SKIP)](cost), gate=gate)
 
 

@@ -146,6 +146,7 @@ class StepBatch:
         self.ids = [work.id for work in self.deciding]
         self.turns = [Turn(work.id, states[work.id], work.limit) for work in self.deciding]
         self.prefill_tokens = sum(work.prefill for work in plan.work)
+        self.context = sum(len(turn.state.tokens) for turn in self.turns) / max(1, len(self.turns))  # before the step
         self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
         self.drafted = self.rows = 0  # requests with a draft, rows of the target forward
         self._aux_TLD: Tensor | None = None

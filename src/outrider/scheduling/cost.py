@@ -8,6 +8,7 @@ B than tau / forward(B). `Profile` holds these costs as measured on one machine 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
@@ -77,6 +78,65 @@ class SpsTable:
 
     def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
         return 0.0
+
+
+# ----------------------------------------------------------------------------
+# What drafts cost in the steps of an engine, beside what was measured before it ran. A profile is one minute of a
+# machine, with greedy rows; sampled rows, another mixture of lengths and a busier machine take another time.
+#
+#     seconds of a step with drafts  =  rho_R * predicted
+#     log rho_R  =  mean log(taken / predicted) of such steps  -  that of steps without drafts       R: by powers of two
+#
+# The second mean takes out how fast the machine is, which no decision depends on. Steps that read prompts count for
+# neither. All that is read are counts and times of earlier steps, so the output stays exact.
+# ----------------------------------------------------------------------------
+
+
+_REMEMBERED = 24  # steps
+_FEWEST = 4  # of either sort, before anything is corrected
+_STRAY = 0.25  # of a logarithm: a step further from the mean counts as this far, whatever kept it
+
+
+class LearnedCost:
+    """A cost whose steps with drafts are corrected by what they take. One for each engine.
+
+    A request alone is not corrected: so what a seed says there does not depend on a clock.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost
+        self._known: dict[tuple[int, bool], tuple[int, float]] = {}  # (bits of R, drafts) -> steps, mean log
+
+    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        seconds_N = self.cost.seconds(tokens_N, requests, context)
+        rho = self._rho(requests)
+        return seconds_N if rho == 1 else np.where(tokens_N > requests, rho, 1.0) * seconds_N
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        return self.cost.draft_seconds(drafting, depth)
+
+    def took(self, seconds: float, requests: int, context: float, *, verified: int, drafting: int, depth: int) -> None:
+        """Learn from a step that read no prompt: `verified` drafts in all, and a drafter asked for `drafting` requests,
+        `depth` tokens each at most.
+        """
+        if requests < 2:
+            return
+        predicted = float(self.cost.seconds(np.array([requests + verified]), requests, context)[0])
+        if drafting:
+            predicted += self.cost.draft_seconds(drafting, depth)
+        key = requests.bit_length(), bool(verified or drafting)
+        count, mean = self._known.get(key, (0, 0.0))
+        off = math.log(seconds / predicted)
+        if count >= _FEWEST:
+            off = min(max(off, mean - _STRAY), mean + _STRAY)
+        count = min(count + 1, _REMEMBERED)
+        self._known[key] = count, mean + (off - mean) / count
+
+    def _rho(self, requests: int) -> float:
+        (plain, plain_mean), (drafts, drafts_mean) = (
+            self._known.get((requests.bit_length(), sort), (0, 0.0)) for sort in (False, True)
+        )
+        return math.exp(drafts_mean - plain_mean) if min(plain, drafts) >= _FEWEST else 1.0
 
 
 # ----------------------------------------------------------------------------
