@@ -17,9 +17,9 @@ from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig, Scheduler
 from outrider.sampling import SamplingParams
-from outrider.scheduling.cost import Ints
-from outrider.scheduling.gate import AlwaysDraft, GateView, History
-from outrider.scheduling.policies import FixedPolicy, StepView
+from outrider.scheduling.cost import Ints, LearnedCost, SpsTable
+from outrider.scheduling.gate import AlwaysDraft, GateView, History, SkipDrafting
+from outrider.scheduling.policies import FixedPolicy, LookAhead, StepView
 from outrider.target.model import Target
 from tests.toys.engine import finish, prompts, toy_drafter, watch_preemptions
 from tests.toys.oracle import Oracle
@@ -126,6 +126,31 @@ def test_the_history_is_what_the_policy_was_shown(target: Target, monkeypatch: p
     assert outcomes == true
     assert len(shown) > 5 and recorded == shown
     assert any(view.drafted_R.max(initial=0) > 1 for view in recorded), "drafts beyond the one that was verified"
+
+
+def test_costs_are_learned_from_what_steps_were(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every step without prompts its seconds, requests, mean context and drafts."""
+    told: list[tuple[float, int, float, dict[str, int]]] = []
+
+    def took(self: LearnedCost, seconds: float, requests: int, context: float, **counts: int) -> None:
+        told.append((seconds, requests, context, counts))
+
+    monkeypatch.setattr(LearnedCost, "took", took)
+    cost = LearnedCost(SpsTable([1.0]))
+    engine = Engine(target, toy_drafter(target), LookAhead(cost), gate=SkipDrafting(cost))
+    for number, prompt in enumerate(prompts(3)):
+        engine.submit(Request(str(number), prompt, rules=StopRules(9 + 4 * number, stop_ids=())))
+    steps = []
+    while not engine.idle:
+        before = [len(state.tokens) for state in engine._states.values()]
+        engine.step()
+        last = engine.last
+        assert last is not None
+        if not last.prefill_tokens:
+            steps.append((last.seconds, last.requests, np.mean(before), last.admitted, last.drafting))
+    assert [(*first, counts["verified"], counts["drafting"]) for *first, counts in told] == steps
+    assert any(drafting for *_, drafting in steps) and len({requests for _, requests, *_ in steps}) > 1
+    assert {counts["depth"] for *_, counts in told if counts["drafting"]} >= {4}, "the longest draft"
 
 
 def test_policies_and_gates_are_told_of_the_rest_of_the_step(target: Target) -> None:

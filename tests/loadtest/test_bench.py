@@ -39,7 +39,7 @@ from outrider.loadtest.metrics import (
 )
 from outrider.loadtest.plots import write_plots
 from outrider.loadtest.sweep import Sweep, run_sweep
-from outrider.scheduling.cost import SpsTable
+from outrider.scheduling.cost import LearnedCost, SpsTable
 from outrider.scheduling.gate import AlwaysDraft, SkipDrafting
 from outrider.scheduling.policies import LookAhead
 from tests.toys.eagle3 import make_drafter
@@ -292,6 +292,7 @@ def test_variants_by_name() -> None:
     assert default_variants(4, 0.2, confident=False) == ["none", "fixed-1", "fixed-2", "fixed-3"]
     skipping = build_variant("look-ahead+skip", 4, None, cost)
     assert isinstance(skipping.policy, LookAhead) and isinstance(skipping.gate, SkipDrafting)
+    assert isinstance(skipping.policy.cost, LearnedCost) and skipping.gate.cost is skipping.policy.cost
     assert isinstance(build_variant("look-ahead", 4, None, cost).gate, AlwaysDraft)
     for bad, message in (("fixed-5", "drafts 1 to 4"), ("fixed-0", "drafts 1 to 4"), ("best", "no variant 'best'")):
         with pytest.raises(ValueError, match=message):

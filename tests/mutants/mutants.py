@@ -849,6 +849,20 @@ MUTANTS: list[Mutant] = [
         "engine/engine.py",
         "tests/engine/test_engine.py",
         (
+            "engine_learns_costs_of_prompts",
+            "steps that read prompts count for what drafts cost",
+            "and results and not batch.prefill_tokens:",
+            "and results:",
+            "tests/engine/test_steps.py::test_costs_are_learned_from_what_steps_were",
+        ),
+        (
+            "engine_learns_no_draft_time",
+            "steps count as if nobody had drafted",
+            "                drafting=batch.drafted,\n                depth",
+            "                drafting=0,\n                depth",
+            "tests/engine/test_steps.py::test_costs_are_learned_from_what_steps_were",
+        ),
+        (
             "eng_anchor_row_lost",
             "the row of the old anchor is not kept",
             "[*range(work.prefill + 1),",
