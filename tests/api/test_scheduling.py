@@ -21,7 +21,7 @@ from outrider.engine.batch import Output
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
 from outrider.evaluation.profile import MachineProfile, setting_of
-from outrider.scheduling.cost import Curve
+from outrider.scheduling.cost import Curve, LearnedCost
 from outrider.scheduling.gate import AlwaysDraft, SkipDrafting
 from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, ThresholdPolicy
 from outrider.target.model import Target
@@ -29,6 +29,7 @@ from tests.toys.profiles import cells_of, linear, profile_of
 
 PROMPT = "say a word"
 KNOWN = MachineProfile(profile_of(cells_of(linear)), Path("kept.json"), None)
+LEARNED = LearnedCost(KNOWN.profile)
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def model(toy: Path) -> outrider.Model:
 
 def test_costs_decide_by_default_and_the_text_is_plain(profiled: None, model: outrider.Model) -> None:
     chosen = model.scheduling
-    assert chosen.policy == LookAhead(KNOWN.profile) and chosen.gate == SkipDrafting(KNOWN.profile)
+    assert chosen.policy == LookAhead(LEARNED) and chosen.gate == SkipDrafting(LEARNED)
     assert str(chosen) == f"draft lengths by {BY_PROFILE}: {KNOWN.facts}, kept.json"
     plain = model.generate(PROMPT, max_new_tokens=20, policy=FixedPolicy(0))
     assert plain.rounds == 20 and model.generate(PROMPT, max_new_tokens=20).tokens == plain.tokens
@@ -100,7 +101,7 @@ def test_drafters_without_confidences_are_chosen_for_by_cost_too(profiled: None,
     assert model.drafter is not None
     unsure = replace(model.drafter, drafter=cast(Drafter, _Chains()), metadata={})
     chosen = choose_scheduling(model.target, unsure)
-    assert chosen.policy == LookAhead(KNOWN.profile) and chosen.gate == SkipDrafting(KNOWN.profile)
+    assert chosen.policy == LookAhead(LEARNED) and chosen.gate == SkipDrafting(LEARNED)
 
 
 def test_drafts_that_cost_nothing_are_not_gated(model: outrider.Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,9 @@ def test_drafts_that_cost_nothing_are_not_gated(model: outrider.Model, monkeypat
     assert chosen.policy == LookAhead(free) and chosen.gate == AlwaysDraft() and chosen.name == UNGATED
     assert model.drafter is not None
     beside = replace(model.drafter, drafter=HybridDrafter(model.drafter.drafter))
-    assert choose_scheduling(model.target, beside).gate == SkipDrafting(free), "copies are weighed by what was measured"
+    assert choose_scheduling(model.target, beside).gate == SkipDrafting(LearnedCost(free)), (
+        "copies are weighed by what was measured"
+    )
 
 
 def test_what_requests_taught_stays_with_the_model(
@@ -178,7 +181,9 @@ def test_a_server_s_profile_decides_for_every_drafter_of_chains(toy: Path, tmp_p
         return cast(Engine, built.worker.engine)
 
     engine = served(model)
-    assert engine.policy == LookAhead(measured) and engine.drafting.gate == SkipDrafting(measured)
+    assert engine.policy == LookAhead(LearnedCost(measured)) and engine.drafting.gate == SkipDrafting(
+        LearnedCost(measured)
+    )
     with pytest.raises(ValueError, match="no chains are drafted here"):
         served(replace(model, drafter=None))
 

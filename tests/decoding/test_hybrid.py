@@ -141,7 +141,7 @@ def test_many_requests_look_less_often_for_copies_that_are_not_used(
 
 
 def test_copies_in_sampled_text_have_beliefs_of_their_own() -> None:
-    """Less is expected of them, and what came of them says nothing about greedy text."""
+    """Less is expected of them, and what came of them says less about greedy text: only what all positions share."""
     copies = Copies(NgramConfig(4))
     text = [7, 8, 9, 7, 8, 9, 7]
 
@@ -154,7 +154,7 @@ def test_copies_in_sampled_text_have_beliefs_of_their_own() -> None:
     for number in range(30):
         found = copies.look_up({str(number): text}, sampled=[str(number)])
         copies.record(found, {str(number): [*text, 5]})
-    assert first(False) == greedy and first(True) < sampled - 0.1
+    assert first(True) < sampled - 0.2 and greedy - first(False) < (sampled - first(True)) / 2
 
 
 def test_a_copy_ends_where_little_is_expected_of_it() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -97,15 +98,18 @@ _FEWEST = 4  # of either sort, before anything is corrected
 _STRAY = 0.25  # of a logarithm: a step further from the mean counts as this far, whatever kept it
 
 
+@dataclass(frozen=True)
 class LearnedCost:
     """A cost whose steps with drafts are corrected by what they take. One for each engine.
 
     A request alone is not corrected: so what a seed says there does not depend on a clock.
     """
 
-    def __init__(self, cost: StepCost) -> None:
-        self.cost = cost
-        self._known: dict[tuple[int, bool], tuple[int, float]] = {}  # (bits of R, drafts) -> steps, mean log
+    cost: StepCost
+    # (bits of R, whether there are drafts) -> steps, mean log
+    _known: dict[tuple[int, bool], tuple[int, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
         seconds_N = self.cost.seconds(tokens_N, requests, context)
