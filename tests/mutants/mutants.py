@@ -1388,8 +1388,8 @@ MUTANTS: list[Mutant] = [
         (
             "learned_cost_without_plain",
             "how fast the machine is counts as a cost of drafts",
-            "math.exp(drafts_mean - plain_mean)",
-            "math.exp(drafts_mean)",
+            "(drafts_mean - plain_mean)",
+            "drafts_mean",
             "tests/scheduling/test_profile.py::test_what_drafts_cost_is_learned_from_steps",
         ),
         (
@@ -1412,6 +1412,20 @@ MUTANTS: list[Mutant] = [
             "off = min(max(off, mean - _STRAY), mean + _STRAY)",
             "pass",
             "tests/scheduling/test_profile.py::test_learned_costs_follow_a_change_and_no_stray_step",
+        ),
+        (
+            "learned_cost_never_fades",
+            "a correction that has stopped the drafts stays for ever",
+            "_KEPT ** self._since[bits] * ",
+            "",
+            "tests/scheduling/test_profile.py::test_learned_costs_fade_while_nothing_is_drafted",
+        ),
+        (
+            "learned_cost_not_known_again",
+            "the steps without drafts before the last draft go on counting",
+            "0 if drafts else self._since.get(key[0], 0) + 1",
+            "self._since.get(key[0], 0) + (not drafts)",
+            "tests/scheduling/test_profile.py::test_learned_costs_fade_while_nothing_is_drafted",
         ),
         (
             "learned_cost_without_draft",

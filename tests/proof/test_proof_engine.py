@@ -99,7 +99,7 @@ def test_costs_learned_from_steps(tally: Tally, monkeypatch: pytest.MonkeyPatch)
             return float(self.now)
 
     def begun(self: Engine, *parts: Any, **more: Any) -> None:
-        learned._known.clear()  # every trace begins anew, behind a step without drafts
+        learned._known.clear(), learned._since.clear()  # every trace begins anew, behind a step without drafts
         learned.took(2.0, 2, 5.0, verified=0, drafting=0, depth=1)
         monkeypatch.setattr(engine_module, "time", Ticking())
         begin(self, *parts, **more)

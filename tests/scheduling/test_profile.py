@@ -204,7 +204,6 @@ def test_a_policy_decides_with_it() -> None:
     assert PrefixScheduler(profile_of(cells_of(staircase))).lengths(view).tolist() == [5, 1]
 
 
-@pytest.mark.timed
 def learned_from(plain: float, drafts: float, steps: int, requests: int = 4) -> LearnedCost:
     """Steps that take so many times what is predicted, without drafts and with two."""
     cost = LearnedCost(SpsTable([1.0] * 8 + [0.5]))
@@ -237,6 +236,21 @@ def test_learned_costs_follow_a_change_and_no_stray_step() -> None:
     assert cost.seconds(rows, 4, 100.0)[0] == pytest.approx(1.0, abs=0.02)
 
 
+def test_learned_costs_fade_while_nothing_is_drafted() -> None:
+    rows = np.array([4, 6])
+    cost = learned_from(1.0, 1.2, 30)
+    found = []
+    for _ in range(400):
+        cost.took(1.0, 4, 100.0, verified=0, drafting=0, depth=1)
+        found.append(cost.seconds(rows, 4, 100.0)[1])
+    assert found == sorted(found, reverse=True)
+    assert found[9] > 1.17 and found[-1] == pytest.approx(1.0, abs=0.01)
+    cost.took(1.2, 4, 100.0, verified=2, drafting=0, depth=1)
+    assert cost.seconds(rows, 4, 100.0) == pytest.approx([1.0, 1.2]), "known again with the next draft"
+    cost.took(1.0, 8, 100.0, verified=0, drafting=0, depth=1)
+    assert cost.seconds(rows, 4, 100.0) == pytest.approx([1.0, 1.2]), "other numbers of requests do not age it"
+
+
 def test_seconds_of_the_draft_are_part_of_what_is_learned() -> None:
     inner = profile_of(cells_of(linear))
     cost = LearnedCost(inner)
@@ -249,6 +263,7 @@ def test_seconds_of_the_draft_are_part_of_what_is_learned() -> None:
     assert cost.draft_seconds(3, 1) == inner.draft_seconds(3, 1)
 
 
+@pytest.mark.timed
 def test_policies_may_ask_at_every_step() -> None:
     """A generous bound on one call, for 32 requests that drafted 7 tokens each."""
     profile, tokens = profile_of(cells_of(staircase)), np.arange(32, 257)

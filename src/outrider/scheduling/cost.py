@@ -85,17 +85,19 @@ class SpsTable:
 # What drafts cost in the steps of an engine, beside what was measured before it ran. A profile is one minute of a
 # machine, with greedy rows; sampled rows, another mixture of lengths and a busier machine take another time.
 #
-#     seconds of a step with drafts  =  rho_R * predicted
-#     log rho_R  =  mean log(taken / predicted) of such steps  -  that of steps without drafts       R: by powers of two
+#     seconds of a step with drafts  =  rho_R * predicted                                            R: by powers of two
+#     log rho_R  =  0.99^n (mean log(taken / predicted) of such steps  -  that of steps without drafts)
 #
-# The second mean takes out how fast the machine is, which no decision depends on. Steps that read prompts count for
-# neither. All that is read are counts and times of earlier steps, so the output stays exact.
+# The second mean takes out how fast the machine is, which no decision depends on. n steps without drafts since the last
+# with some: what is known of drafts ages, or a correction that stops them would never be looked at again. Steps that
+# read prompts count for neither. All that is read are counts and times of earlier steps, so the output stays exact.
 # ----------------------------------------------------------------------------
 
 
 _REMEMBERED = 24  # steps
 _FEWEST = 4  # of either sort, before anything is corrected
 _STRAY = 0.25  # of a logarithm: a step further from the mean counts as this far, whatever kept it
+_KEPT = 0.99  # of a correction, by each step without drafts
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class LearnedCost:
     _known: dict[tuple[int, bool], tuple[int, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    # bits of R -> steps without drafts since the last with some
+    _since: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
         seconds_N = self.cost.seconds(tokens_N, requests, context)
@@ -128,19 +132,22 @@ class LearnedCost:
         predicted = float(self.cost.seconds(np.array([requests + verified]), requests, context)[0])
         if drafting:
             predicted += self.cost.draft_seconds(drafting, depth)
-        key = requests.bit_length(), bool(verified or drafting)
+        drafts = bool(verified or drafting)
+        key = requests.bit_length(), drafts
         count, mean = self._known.get(key, (0, 0.0))
         off = math.log(seconds / predicted)
         if count >= _FEWEST:
             off = min(max(off, mean - _STRAY), mean + _STRAY)
         count = min(count + 1, _REMEMBERED)
         self._known[key] = count, mean + (off - mean) / count
+        self._since[key[0]] = 0 if drafts else self._since.get(key[0], 0) + 1
 
     def _rho(self, requests: int) -> float:
-        (plain, plain_mean), (drafts, drafts_mean) = (
-            self._known.get((requests.bit_length(), sort), (0, 0.0)) for sort in (False, True)
-        )
-        return math.exp(drafts_mean - plain_mean) if min(plain, drafts) >= _FEWEST else 1.0
+        bits = requests.bit_length()
+        (plain, plain_mean), (drafts, drafts_mean) = (self._known.get((bits, sort), (0, 0.0)) for sort in (False, True))
+        if min(plain, drafts) < _FEWEST:
+            return 1.0
+        return math.exp(_KEPT ** self._since[bits] * (drafts_mean - plain_mean))
 
 
 # ----------------------------------------------------------------------------
