@@ -736,14 +736,14 @@ MUTANTS: list[Mutant] = [
         (
             "copies_rest_with_few",
             "few requests look for no copies in a round that rests",
-            "if self.copies is not None and not (self._resting and len(turns) >= MANY):",
-            "if self.copies is not None and not self._resting:",
+            "if self.copies is not None and not (self.resting and len(turns) >= MANY):",
+            "if self.copies is not None and not self.resting:",
             "tests/decoding/test_hybrid.py::test_many_requests_look_less_often_for_copies_that_are_not_used",
         ),
         (
             "copies_never_rest",
             "many requests look for copies in a round that rests",
-            "if self.copies is not None and not (self._resting and len(turns) >= MANY):",
+            "if self.copies is not None and not (self.resting and len(turns) >= MANY):",
             "if self.copies is not None:",
             "tests/decoding/test_hybrid.py::test_many_requests_look_less_often_for_copies_that_are_not_used",
         ),
@@ -851,9 +851,16 @@ MUTANTS: list[Mutant] = [
         (
             "engine_learns_costs_of_prompts",
             "steps that read prompts count for what drafts cost",
-            "and results and not batch.prefill_tokens:",
-            "and results:",
+            "results and not batch.prefill_tokens:",
+            "results:",
             "tests/engine/test_steps.py::test_costs_are_learned_from_what_steps_were",
+        ),
+        (
+            "engine_learns_in_rests",
+            "steps of rests count for what drafts cost",
+            "and not rested and results",
+            "and results",
+            "tests/engine/test_steps.py::test_nothing_is_learned_in_rests",
         ),
         (
             "engine_learns_no_draft_time",

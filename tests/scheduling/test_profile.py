@@ -240,11 +240,11 @@ def test_learned_costs_fade_while_nothing_is_drafted() -> None:
     rows = np.array([4, 6])
     cost = learned_from(1.0, 1.2, 30)
     found = []
-    for _ in range(400):
+    for _ in range(100):
         cost.took(1.0, 4, 100.0, verified=0, drafting=0, depth=1)
         found.append(cost.seconds(rows, 4, 100.0)[1])
     assert found == sorted(found, reverse=True)
-    assert found[9] > 1.17 and found[-1] == pytest.approx(1.0, abs=0.01)
+    assert found[2] > 1.16 and found[-1] == pytest.approx(1.0, abs=0.01)
     cost.took(1.2, 4, 100.0, verified=2, drafting=0, depth=1)
     assert cost.seconds(rows, 4, 100.0) == pytest.approx([1.0, 1.2]), "known again with the next draft"
     cost.took(1.0, 8, 100.0, verified=0, drafting=0, depth=1)

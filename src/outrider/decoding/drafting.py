@@ -259,7 +259,7 @@ class Drafting:
         self._cut: set[str] = set()  # requests whose drafts their constraint ended
         self._depths: dict[str, int] = {}  # of the round, by the gate
         self._patience = Patience(self.gate)
-        self._resting = False
+        self.resting = False  # whether nobody was asked in this round, see `Patience`
 
     def open(self, state: RequestState) -> None:
         """Begin a request's session."""
@@ -281,11 +281,12 @@ class Drafting:
         self._cut.clear()
         self._depths.clear()
         self._found = {}
+        self.resting = False
         ids = [turns[i].id for i in able]
         if self.drafter is None or not able:
             return drafts, 0
-        self._resting = self._patience.rests(ids)
-        if self.copies is not None and not (self._resting and len(turns) >= MANY):
+        self.resting = self._patience.rests(ids)
+        if self.copies is not None and not (self.resting and len(turns) >= MANY):
             states = {turns[i].id: turns[i].state for i in able}
             self._found = self.copies.look_up(
                 {id: state.tokens for id, state in states.items()},
@@ -293,7 +294,7 @@ class Drafting:
                 sampled={id for id, state in states.items() if state.params.temperature > 0},
             )
         depths = [0] * len(able)
-        if not self._resting:
+        if not self.resting:
             view = self.history.gate_view(
                 ids,
                 [len(turns[i].state.tokens) for i in able],
@@ -360,7 +361,7 @@ class Drafting:
         ids = [turn.id for turn in turns]
         able = [turn.id for turn in turns if turn.limit > 0]
         verified = any(one is not None and one.verified.tokens for one in results)
-        if able and (verified or not self._resting):
+        if able and (verified or not self.resting):
             self._patience.told(able, verified)
         if self.copies is not None:
             self.copies.record(self._found, {turn.id: turn.state.tokens for turn in turns})
@@ -394,7 +395,7 @@ class Drafting:
             return "there is no drafter"
         if left == 1:
             return "only one more token could come"
-        if self._resting and not drafted:
+        if self.resting and not drafted:
             return "no draft was worth verifying in the rounds before, so none was looked for"
         if turn.id in self._cut:
             return "the next token of the draft is not allowed by the request's constraint"

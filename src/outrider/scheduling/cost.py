@@ -86,18 +86,19 @@ class SpsTable:
 # machine, with greedy rows; sampled rows, another mixture of lengths and a busier machine take another time.
 #
 #     seconds of a step with drafts  =  rho_R * predicted                                            R: by powers of two
-#     log rho_R  =  0.99^n (mean log(taken / predicted) of such steps  -  that of steps without drafts)
+#     log rho_R  =  0.95^n (mean log(taken / predicted) of such steps  -  that of steps without drafts)
 #
 # The second mean takes out how fast the machine is, which no decision depends on. n steps without drafts since the last
 # with some: what is known of drafts ages, or a correction that stops them would never be looked at again. Steps that
-# read prompts count for neither. All that is read are counts and times of earlier steps, so the output stays exact.
+# read prompts count for neither, nor do rests (scheduling/gate.py), which are to cost nothing. All that is read are
+# counts and times of earlier steps, so the output stays exact.
 # ----------------------------------------------------------------------------
 
 
 _REMEMBERED = 24  # steps
 _FEWEST = 4  # of either sort, before anything is corrected
 _STRAY = 0.25  # of a logarithm: a step further from the mean counts as this far, whatever kept it
-_KEPT = 0.99  # of a correction, by each step without drafts
+_KEPT = 0.95  # of a correction, by each step without drafts
 
 
 @dataclass(frozen=True)
