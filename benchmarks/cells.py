@@ -14,6 +14,12 @@ The load is constant while it is measured: the first requests have fewer tokens,
 end one after another, and whoever is done asks again until the last counted token. With an end at which users have no
 more requests, engines whose requests end unevenly would have fewer of them to decode together, and seem slower.
 
+Prompts take about half of the time, and which of them fall into what is counted is an accident of where the requests
+are by then. So a throughput is that of requests with one prompt and L tokens each, L the mean of the cell:
+
+    L / (p + L d)      d   seconds per token in steps that read no prompt
+                       p   seconds per prompt: steps that read some, less d for each of their tokens
+
 A cell passes where the variant is at least as fast as plain decoding (1.00) and within 3 % of the best static variant
 of that cell in hindsight; plain decoding is one of those. Cells that do not are named. Quartiles are over requests: the
 seconds per token of each, plain over variant.
@@ -113,15 +119,34 @@ def prompts(directory: Path) -> None:
 
 @dataclass
 class Run:
-    """One variant's counted tokens in one cell, and the seconds of the steps that gave them. `requests`: of those that
-    began and ended while it was counted, id -> (seconds from submission to the end, tokens).
+    """One variant's counted tokens in one cell, and the seconds of the steps that gave them.
+
+    Attributes:
+        prompts: whose first token was counted.
+        prompt_seconds, prompt_tokens: of the steps that read prompts, part of `seconds` and `tokens`.
+        requests: of those that began and ended while it was counted, id -> (seconds from submission to end, tokens).
     """
 
     variant: str
     seconds: float = 0.0
     tokens: int = 0
     steps: int = 0
+    prompts: int = 0
+    prompt_seconds: float = 0.0
+    prompt_tokens: int = 0
     requests: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def rate(self, length: float) -> float:
+        """Tokens per second of requests with so many tokens each."""
+        pace = (self.seconds - self.prompt_seconds) / (self.tokens - self.prompt_tokens)
+        prompt = (self.prompt_seconds - pace * self.prompt_tokens) / self.prompts
+        return length / (prompt + length * pace)
+
+    @staticmethod
+    def total(runs: Sequence[Run]) -> Run:
+        """Of repeats; which requests they were is left out."""
+        names = ("seconds", "tokens", "steps", "prompts", "prompt_seconds", "prompt_tokens")
+        return Run(runs[0].variant, **{name: sum(getattr(run, name) for run in runs) for name in names})
 
 
 class Lane:
@@ -145,13 +170,18 @@ class Lane:
             self.engine.submit(request)
             self._began[request.id], self.texts[request.id] = self.run.seconds, []
         outputs = self.engine.step()
-        self.run.seconds += time.perf_counter() - started
+        seconds, tokens = time.perf_counter() - started, sum(len(output.tokens) for output in outputs)
+        self.run.seconds += seconds
+        self.run.tokens += tokens
         self.run.steps += 1
+        if self.engine.last is not None and self.engine.last.prefill_tokens:
+            self.run.prompt_seconds += seconds
+            self.run.prompt_tokens += tokens
         for output in outputs:
             if output.error is not None:
                 raise output.error
+            self.run.prompts += not self.texts[output.id]
             self.texts[output.id] += output.tokens
-            self.run.tokens += len(output.tokens)
             if output.finish is not None:
                 self.done.add(output.id)
                 if (began := self._began.pop(output.id, None)) is not None:
@@ -206,7 +236,7 @@ def measure(
         cell |= {"machine": machine(), "versions": versions(), "date": today()}
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(cell) + "\n")
-        rates = ", ".join(f"{lane.run.variant} {lane.run.tokens / lane.run.seconds:.1f}" for lane in lanes)
+        rates = ", ".join(f"{lane.run.variant} {lane.run.rate(max_new_tokens):.1f}" for lane in lanes)
         print(f"{task.stem} T={temperature:g} users {level} repeat {repeat}: {rates} tokens/s", flush=True)
 
 
@@ -305,9 +335,9 @@ def report(measured: Sequence[dict[str, Any]], variant: str) -> list[str]:
                 row.append("")
                 continue
             repeats = found[level]
+            counts = [count for runs in repeats for run in runs.values() for _, count in run.requests.values()]
             rates = {
-                name: sum(runs[name].tokens for runs in repeats) / sum(runs[name].seconds for runs in repeats)
-                for name in repeats[0]
+                name: Run.total([runs[name] for runs in repeats]).rate(statistics.mean(counts)) for name in repeats[0]
             }
             paces = [ratio for runs in repeats for ratio in by_request(runs, variant)]
             low, _, high = quartiles(paces) if paces else (math.nan,) * 3
