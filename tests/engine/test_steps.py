@@ -153,27 +153,6 @@ def test_costs_are_learned_from_what_steps_were(target: Target, monkeypatch: pyt
     assert {counts["depth"] for *_, counts in told if counts["drafting"]} >= {4}, "the longest draft"
 
 
-def test_nothing_is_learned_in_rests(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-
-    def took(self: LearnedCost, seconds: float, requests: int, context: float, **counts: int) -> None:
-        told.append(requests)
-
-    monkeypatch.setattr(LearnedCost, "took", took)
-    cost = LearnedCost(SpsTable([1.0, 1.0, 1e-3]))  # a third row never pays
-    engine = Engine(target, toy_drafter(target), LookAhead(cost), gate=SkipDrafting(cost))
-    for number, prompt in enumerate(prompts(2)):
-        engine.submit(Request(str(number), prompt, rules=StopRules(30, stop_ids=())))
-    asked = rested = 0
-    while not engine.idle:
-        engine.step()
-        assert engine.last is not None
-        if not engine.last.prefill_tokens:
-            asked += not engine.drafting.resting
-            rested += engine.drafting.resting
-    assert len(told) == asked < rested
-
-
 def test_policies_and_gates_are_told_of_the_rest_of_the_step(target: Target) -> None:
     """Rows of prefill, and requests that cannot draft yet, take the step's time too."""
     shown: list[StepView] = []

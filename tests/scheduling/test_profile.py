@@ -240,15 +240,31 @@ def test_learned_costs_fade_while_nothing_is_drafted() -> None:
     rows = np.array([4, 6])
     cost = learned_from(1.0, 1.2, 30)
     found = []
-    for _ in range(100):
+    for _ in range(400):
         cost.took(1.0, 4, 100.0, verified=0, drafting=0, depth=1)
         found.append(cost.seconds(rows, 4, 100.0)[1])
     assert found == sorted(found, reverse=True)
-    assert found[2] > 1.16 and found[-1] == pytest.approx(1.0, abs=0.01)
+    assert found[9] > 1.17 and found[-1] == pytest.approx(1.0, abs=0.01)
     cost.took(1.2, 4, 100.0, verified=2, drafting=0, depth=1)
     assert cost.seconds(rows, 4, 100.0) == pytest.approx([1.0, 1.2]), "known again with the next draft"
     cost.took(1.0, 8, 100.0, verified=0, drafting=0, depth=1)
     assert cost.seconds(rows, 4, 100.0) == pytest.approx([1.0, 1.2]), "other numbers of requests do not age it"
+
+
+def test_steps_without_drafts_are_asked_for_where_all_have_some() -> None:
+    cost = LearnedCost(SpsTable([1.0]))
+    asked = []
+    for step in range(400):
+        plain = cost.lacks_plain(5)
+        asked += [step] * plain
+        cost.took(1.0 if plain else 1.3, 5, 100.0, verified=0 if plain else 2, drafting=0, depth=1)
+    assert asked[:5] == [4, 9, 14, 19, 84] and np.diff(asked[4:]).tolist() == [65] * 4
+    assert not cost.lacks_plain(9), "other numbers of requests"
+    assert cost.seconds(np.array([5, 7]), 5, 100.0) == pytest.approx([1.0, 1.3])
+    for _ in range(65 * 9):  # the machine becomes slower
+        plain = cost.lacks_plain(5)
+        cost.took(1.2 if plain else 1.56, 5, 100.0, verified=0 if plain else 2, drafting=0, depth=1)
+    assert cost.seconds(np.array([7]), 5, 100.0)[0] == pytest.approx(1.3, rel=0.05)
 
 
 def test_seconds_of_the_draft_are_part_of_what_is_learned() -> None:

@@ -37,9 +37,9 @@ from outrider.drafters.draft import Draft, allowed_part
 from outrider.drafters.ngram import MOST_MATCHED, Library, NgramConfig, NgramSession, copy_confidences
 from outrider.sampling import SamplingParams
 from outrider.scheduling.beliefs import Beliefs, Flags
-from outrider.scheduling.cost import Floats, Ints
+from outrider.scheduling.cost import Floats, Ints, LearnedCost
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, Patience, known_verdicts
-from outrider.scheduling.policies import Policy, StepView
+from outrider.scheduling.policies import CostPolicy, Policy, StepView
 
 MANY = 8  # requests: so many look for no copies in a round that rests
 _MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
@@ -259,7 +259,9 @@ class Drafting:
         self._cut: set[str] = set()  # requests whose drafts their constraint ended
         self._depths: dict[str, int] = {}  # of the round, by the gate
         self._patience = Patience(self.gate)
-        self.resting = False  # whether nobody was asked in this round, see `Patience`
+        cost = policy.cost if isinstance(policy, CostPolicy) else None
+        self._learned = cost if isinstance(cost, LearnedCost) else None
+        self._resting = self._comparing = False
 
     def open(self, state: RequestState) -> None:
         """Begin a request's session."""
@@ -281,12 +283,15 @@ class Drafting:
         self._cut.clear()
         self._depths.clear()
         self._found = {}
-        self.resting = False
         ids = [turns[i].id for i in able]
         if self.drafter is None or not able:
             return drafts, 0
-        self.resting = self._patience.rests(ids)
-        if self.copies is not None and not (self.resting and len(turns) >= MANY):
+        self._comparing = self._learned is not None and not other_tokens and self._learned.lacks_plain(len(turns))
+        if self._comparing:
+            self._resting = True
+            return drafts, 0
+        self._resting = self._patience.rests(ids)
+        if self.copies is not None and not (self._resting and len(turns) >= MANY):
             states = {turns[i].id: turns[i].state for i in able}
             self._found = self.copies.look_up(
                 {id: state.tokens for id, state in states.items()},
@@ -294,7 +299,7 @@ class Drafting:
                 sampled={id for id, state in states.items() if state.params.temperature > 0},
             )
         depths = [0] * len(able)
-        if not self.resting:
+        if not self._resting:
             view = self.history.gate_view(
                 ids,
                 [len(turns[i].state.tokens) for i in able],
@@ -361,7 +366,7 @@ class Drafting:
         ids = [turn.id for turn in turns]
         able = [turn.id for turn in turns if turn.limit > 0]
         verified = any(one is not None and one.verified.tokens for one in results)
-        if able and (verified or not self.resting):
+        if able and (verified or not self._resting):
             self._patience.told(able, verified)
         if self.copies is not None:
             self.copies.record(self._found, {turn.id: turn.state.tokens for turn in turns})
@@ -395,7 +400,9 @@ class Drafting:
             return "there is no drafter"
         if left == 1:
             return "only one more token could come"
-        if self.resting and not drafted:
+        if self._comparing:
+            return "the round went without drafts, to learn what they cost"
+        if self._resting and not drafted:
             return "no draft was worth verifying in the rounds before, so none was looked for"
         if turn.id in self._cut:
             return "the next token of the draft is not allowed by the request's constraint"

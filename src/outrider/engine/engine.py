@@ -245,15 +245,13 @@ class Engine:
     ) -> StepRecord:
         draft, verify = batch.draft_clock.take(), batch.verify_clock.take()
         seconds = time.perf_counter() - started  # behind the clocks, which wait for what a GPU has yet to do
-        verified = sum(len(result.verified.tokens) for result in results.values())
-        rested = self.drafting.resting and not verified
-        if isinstance(self._cost, LearnedCost) and not rested and results and not batch.prefill_tokens:
+        if isinstance(self._cost, LearnedCost) and results and not batch.prefill_tokens:
             own = [len(result.draft.tokens) for id, result in results.items() if not self.drafting.copied(id)]
             self._cost.took(
                 seconds,
                 len(batch.deciding),
                 batch.context,
-                verified=verified,
+                verified=sum(len(result.verified.tokens) for result in results.values()),
                 drafting=batch.drafted,
                 depth=max([1, *own]),
             )
@@ -267,7 +265,7 @@ class Engine:
             tokens=batch.rows,
             prefill_tokens=batch.prefill_tokens,
             proposed=sum(len(result.draft.tokens) for result in results.values()),
-            admitted=verified,
+            admitted=sum(len(result.verified.tokens) for result in results.values()),
             accepted=sum(output.accepted for output in outputs),
             committed=sum(len(output.tokens) for output in outputs),
             preempted=preempted,

@@ -86,19 +86,20 @@ class SpsTable:
 # machine, with greedy rows; sampled rows, another mixture of lengths and a busier machine take another time.
 #
 #     seconds of a step with drafts  =  rho_R * predicted                                            R: by powers of two
-#     log rho_R  =  0.95^n (mean log(taken / predicted) of such steps  -  that of steps without drafts)
+#     log rho_R  =  0.99^n (mean log(taken / predicted) of such steps  -  that of steps without drafts)
 #
 # The second mean takes out how fast the machine is, which no decision depends on. n steps without drafts since the last
-# with some: what is known of drafts ages, or a correction that stops them would never be looked at again. Steps that
-# read prompts count for neither, nor do rests (scheduling/gate.py), which are to cost nothing. All that is read are
-# counts and times of earlier steps, so the output stays exact.
+# with some: what is known of drafts ages, or a correction that stops them would never be looked at again. Where every
+# step has drafts, some go without, to compare with (`lacks_plain`). Steps that read prompts count for neither. All that
+# is read are counts and times of earlier steps, so the output stays exact.
 # ----------------------------------------------------------------------------
 
 
 _REMEMBERED = 24  # steps
 _FEWEST = 4  # of either sort, before anything is corrected
 _STRAY = 0.25  # of a logarithm: a step further from the mean counts as this far, whatever kept it
-_KEPT = 0.95  # of a correction, by each step without drafts
+_KEPT = 0.99  # of a correction, by each step without drafts
+_COMPARED = 64  # steps with drafts, at most, from one without to the next
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,8 @@ class LearnedCost:
     _known: dict[tuple[int, bool], tuple[int, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    # bits of R -> steps without drafts since the last with some
-    _since: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # (bits of R, whether there are drafts) -> steps of this sort since the last of the other
+    _since: dict[tuple[int, bool], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
         seconds_N = self.cost.seconds(tokens_N, requests, context)
@@ -133,22 +134,31 @@ class LearnedCost:
         predicted = float(self.cost.seconds(np.array([requests + verified]), requests, context)[0])
         if drafting:
             predicted += self.cost.draft_seconds(drafting, depth)
-        drafts = bool(verified or drafting)
-        key = requests.bit_length(), drafts
+        bits, drafts = requests.bit_length(), bool(verified or drafting)
+        key = bits, drafts
         count, mean = self._known.get(key, (0, 0.0))
         off = math.log(seconds / predicted)
+        # What is known of a sort counts for less, the more steps of the other went by: the machine may have changed.
+        count = min(count, max(_FEWEST, _REMEMBERED - self._since.get((bits, not drafts), 0)))
         if count >= _FEWEST:
             off = min(max(off, mean - _STRAY), mean + _STRAY)
         count = min(count + 1, _REMEMBERED)
         self._known[key] = count, mean + (off - mean) / count
-        self._since[key[0]] = 0 if drafts else self._since.get(key[0], 0) + 1
+        self._since[key] = self._since.get(key, 0) + 1
+        self._since[bits, not drafts] = 0
+
+    def lacks_plain(self, requests: int) -> bool:
+        """Whether a step without drafts is to come next, because too little is known of such steps."""
+        key = requests.bit_length(), True
+        plain, _ = self._known.get((key[0], False), (0, 0.0))
+        return self._since.get(key, 0) >= (_FEWEST if plain < _FEWEST else _COMPARED)
 
     def _rho(self, requests: int) -> float:
         bits = requests.bit_length()
         (plain, plain_mean), (drafts, drafts_mean) = (self._known.get((bits, sort), (0, 0.0)) for sort in (False, True))
         if min(plain, drafts) < _FEWEST:
             return 1.0
-        return math.exp(_KEPT ** self._since[bits] * (drafts_mean - plain_mean))
+        return math.exp(_KEPT ** self._since[bits, False] * (drafts_mean - plain_mean))
 
 
 # ----------------------------------------------------------------------------
