@@ -15,14 +15,14 @@ end one after another, and whoever is done asks again until the last counted tok
 more requests, engines whose requests end unevenly would have fewer of them to decode together, and seem slower.
 
 Prompts take about half of the time, and which of them fall into what is counted is an accident of where the requests
-are by then. So a throughput is that of requests with one prompt and L tokens each, L the mean of the cell:
+are by then. So a throughput is that of requests with one prompt and L tokens each, L the cell's tokens per prompt:
 
     L / (p + L d)      d   seconds per token in steps that read no prompt
                        p   seconds per prompt: steps that read some, less d for each of their tokens
 
 A cell passes where the variant is at least as fast as plain decoding (1.00) and within 3 % of the best static variant
-of that cell in hindsight; plain decoding is one of those. Cells that do not are named. Quartiles are over requests: the
-seconds per token of each, plain over variant.
+of that cell in hindsight; plain decoding is one of those. Cells that do not are named. Quartiles are over requests that
+began and ended while they were counted, where both have four of them: seconds per token of each, plain over variant.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from outrider.utils.terminal import markdown_table
 
 LEAST, BEHIND, COUNT = 1.0, 0.03, 32
 JUDGED = "look-ahead+skip"
+_FEWEST = 4  # requests that quartiles are given of
 _LONGEST = 640  # tokens of a prompt and its response: sizes the KV pools
 app = typer.Typer(add_completion=False)
 
@@ -144,7 +145,7 @@ class Run:
 
     @staticmethod
     def total(runs: Sequence[Run]) -> Run:
-        """Of repeats; which requests they were is left out."""
+        """Of several runs, without their requests; with the first one's name."""
         names = ("seconds", "tokens", "steps", "prompts", "prompt_seconds", "prompt_tokens")
         return Run(runs[0].variant, **{name: sum(getattr(run, name) for run in runs) for name in names})
 
@@ -335,17 +336,19 @@ def report(measured: Sequence[dict[str, Any]], variant: str) -> list[str]:
                 row.append("")
                 continue
             repeats = found[level]
-            counts = [count for runs in repeats for run in runs.values() for _, count in run.requests.values()]
+            whole = Run.total([run for runs in repeats for run in runs.values()])
             rates = {
-                name: Run.total([runs[name] for runs in repeats]).rate(statistics.mean(counts)) for name in repeats[0]
+                name: Run.total([runs[name] for runs in repeats]).rate(whole.tokens / whole.prompts)
+                for name in repeats[0]
             }
             paces = [ratio for runs in repeats for ratio in by_request(runs, variant)]
             low, _, high = quartiles(paces) if paces else (math.nan,) * 3
+            spread = f" ({low:.2f}-{high:.2f})" if len(paces) >= _FEWEST else ""
             ratio = rates[variant] / rates[NO_SPECULATION]
             best = max((name for name in rates if not is_adaptive(name)), key=lambda name: rates[name])
             hindsight = rates[variant] / rates[best]
             ratios.append(ratio)
-            row.append(f"{ratio:.2f} ({low:.2f}-{high:.2f}) / {hindsight:.2f}")
+            row.append(f"{ratio:.2f}{spread} / {hindsight:.2f}")
             if ratio < LEAST or hindsight < 1 - BEHIND:
                 failed.append(f"{row[0]} at {level}: {ratio:.3f} of plain, {hindsight:.3f} of {best}")
         rows.append(row)
