@@ -259,15 +259,14 @@ class ForwardTable:
         """Medians [N]; contexts shorter than the shortest cost as much as that."""
         r, r_next, along_r = _between(self.requests, requests)
         s, s_next, along_s = _between(self.contexts, context)
-        table = self._seconds_RSB
-        curve_B = ((1 - along_r) * (1 - along_s)) * table[r, s]
+        table, at_N = self._seconds_RSB, np.minimum(tokens_N, self.edge)
+        found_N: Floats = ((1 - along_r) * (1 - along_s)) * table[r, s][at_N]
         if along_s:
-            curve_B += ((1 - along_r) * along_s) * table[r, s_next]
+            found_N += ((1 - along_r) * along_s) * table[r, s_next][at_N]
         if along_r:
-            curve_B += (along_r * (1 - along_s)) * table[r_next, s]
+            found_N += (along_r * (1 - along_s)) * table[r_next, s][at_N]
             if along_s:
-                curve_B += (along_r * along_s) * table[r_next, s_next]
-        found_N: Floats = curve_B[np.minimum(tokens_N, self.edge)]
+                found_N += (along_r * along_s) * table[r_next, s_next][at_N]
         more_requests = max(requests - self.requests[-1], 0)
         more_context = max(context - self.contexts[-1], 0.0)
         if more_requests or more_context:
