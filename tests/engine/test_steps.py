@@ -153,6 +153,23 @@ def test_costs_are_learned_from_what_steps_were(target: Target, monkeypatch: pyt
     assert {counts["depth"] for *_, counts in told if counts["drafting"]} >= {4}, "the longest draft"
 
 
+def test_a_step_goes_without_drafts_to_compare_with(target: Target) -> None:
+    cost = LearnedCost(SpsTable([1.0]))
+    engine = Engine(target, toy_drafter(target), LookAhead(cost), gate=SkipDrafting(cost))
+    for number, prompt in enumerate(prompts(2)):
+        engine.submit(Request(str(number), prompt, rules=StopRules(60, stop_ids=()), trace=True))
+    drafted, reasons = list[bool](), list[str]()
+    while len(drafted) < 5:
+        outputs = engine.step()
+        last = engine.last
+        assert last is not None
+        if not last.prefill_tokens:
+            drafted.append(bool(last.admitted))
+            reasons = [output.trace.reason for output in outputs if output.trace is not None]
+    assert drafted == [True] * 4 + [False]
+    assert reasons == ["the round went without drafts, to learn what they cost"] * 2
+
+
 def test_policies_and_gates_are_told_of_the_rest_of_the_step(target: Target) -> None:
     """Rows of prefill, and requests that cannot draft yet, take the step's time too."""
     shown: list[StepView] = []

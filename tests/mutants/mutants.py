@@ -706,6 +706,13 @@ MUTANTS: list[Mutant] = [
             "tests/decoding/test_hybrid.py",
         ),
         (
+            "drafting_never_compares",
+            "no step goes without drafts, whatever the learned cost lacks",
+            "self.learned_cost.lacks_plain(len(turns))",
+            "False",
+            "tests/engine/test_steps.py::test_a_step_goes_without_drafts_to_compare_with",
+        ),
+        (
             "copies_not_learned",
             "nothing is learned from what came of copies",
             "        self.beliefs.record(ids, ",

@@ -260,8 +260,9 @@ class Drafting:
         self._depths: dict[str, int] = {}  # of the round, by the gate
         self._patience = Patience(self.gate)
         cost = policy.cost if isinstance(policy, CostPolicy) else None
-        self._learned = cost if isinstance(cost, LearnedCost) else None
-        self._resting = self._comparing = False
+        self.learned_cost = cost if isinstance(cost, LearnedCost) else None  # told by the engine what steps take
+        self._resting = False
+        self._comparing = False  # whether the round goes without drafts for its sake
 
     def open(self, state: RequestState) -> None:
         """Begin a request's session."""
@@ -283,12 +284,12 @@ class Drafting:
         self._cut.clear()
         self._depths.clear()
         self._found = {}
+        self._comparing = False
         ids = [turns[i].id for i in able]
         if self.drafter is None or not able:
             return drafts, 0
-        self._comparing = self._learned is not None and not other_tokens and self._learned.lacks_plain(len(turns))
-        if self._comparing:
-            self._resting = True
+        if self.learned_cost is not None and not other_tokens and self.learned_cost.lacks_plain(len(turns)):
+            self._comparing = self._resting = True
             return drafts, 0
         self._resting = self._patience.rests(ids)
         if self.copies is not None and not (self._resting and len(turns) >= MANY):

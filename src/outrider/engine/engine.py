@@ -23,9 +23,8 @@ from outrider.drafters.base import Drafter, draft_slots
 from outrider.engine.batch import Output, Request, StepBatch, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler
 from outrider.sampling import Randomness
-from outrider.scheduling.cost import LearnedCost
 from outrider.scheduling.gate import DraftGate
-from outrider.scheduling.policies import CostPolicy, FixedPolicy, Policy
+from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV
 
@@ -71,7 +70,6 @@ class Engine:
         self.target = target
         self.policy: Policy = policy or FixedPolicy()
         self.drafting = Drafting(drafter, self.policy, gate, experience=experience)
-        self._cost = self.policy.cost if isinstance(self.policy, CostPolicy) else None
         self.config = config or default_config(target)
         self.randomness = randomness
         if drafter is not None and drafter.trees:
@@ -245,9 +243,9 @@ class Engine:
     ) -> StepRecord:
         draft, verify = batch.draft_clock.take(), batch.verify_clock.take()
         seconds = time.perf_counter() - started  # behind the clocks, which wait for what a GPU has yet to do
-        if isinstance(self._cost, LearnedCost) and results and not batch.prefill_tokens:
+        if self.drafting.learned_cost is not None and results and not batch.prefill_tokens:
             own = [len(result.draft.tokens) for id, result in results.items() if not self.drafting.copied(id)]
-            self._cost.took(
+            self.drafting.learned_cost.took(
                 seconds,
                 len(batch.deciding),
                 batch.context,
