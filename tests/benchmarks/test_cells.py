@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.cells import Asks, Lane, answer, differing, kinds, prompts, report
+from benchmarks.cells import Asks, Lane, Run, answer, differing, kinds, prompts, report
 from outrider.data.sources import load_prompts
 from outrider.decoding.request import StopRules
 from outrider.engine.batch import Request
@@ -20,12 +21,11 @@ Cell = dict[str, Any]
 
 
 def cell(task: str, users: int, rates: dict[str, float]) -> Cell:
-    """Two requests of 10 tokens each, one after the other."""
+    """Two requests of 10 tokens each, one after the other, whose prompts cost as much as any step."""
     runs = [
-        {"variant": name, "seconds": 20 / r, "tokens": 20, "steps": 20, "requests": {id: (10 / r, 10) for id in "ab"}}
-        for name, r in rates.items()
+        Run(name, 20 / r, 20, 20, 2, 2 / r, 2, {id: (10 / r, 10) for id in "ab"}) for name, r in rates.items()
     ]
-    return {"task": task, "temperature": 0.0, "users": users, "runs": runs}
+    return {"task": task, "temperature": 0.0, "users": users, "runs": [asdict(run) for run in runs]}
 
 
 def test_cells_that_fail_are_named() -> None:
@@ -56,6 +56,13 @@ def test_repeats_are_added_up() -> None:
         cell("json", 1, {"none": 5, "look-ahead+skip": 20}),
     ]
     assert report(measured, "look-ahead+skip")[2].endswith("2.00 (1.00-4.00) / 2.00 |")
+
+
+def test_prompts_are_counted_once_per_request() -> None:
+    """0.1 s a token, and 2 s a prompt: of 30 tokens, 3 in steps that read four prompts; however many prompts there are."""
+    few, many = Run("none", 2.7 + 0.3 + 8, 30, 30, 4, 0.3 + 8, 3), Run("none", 2.7 + 0.6 + 16, 33, 33, 8, 0.6 + 16, 6)
+    assert few.rate(10) == pytest.approx(10 / (2 + 10 * 0.1)) == many.rate(10)
+    assert Run.total([few, many]).rate(10) == pytest.approx(few.rate(10))
 
 
 def test_lanes_take_turns_and_answer_the_same() -> None:
