@@ -22,9 +22,7 @@ Cell = dict[str, Any]
 
 def cell(task: str, users: int, rates: dict[str, float]) -> Cell:
     """Two requests of 10 tokens each, one after the other, whose prompts cost as much as any step."""
-    runs = [
-        Run(name, 20 / r, 20, 20, 2, 2 / r, 2, {id: (10 / r, 10) for id in "ab"}) for name, r in rates.items()
-    ]
+    runs = [Run(name, 20 / r, 20, 20, 2, 2 / r, 2, {id: (10 / r, 10) for id in "ab"}) for name, r in rates.items()]
     return {"task": task, "temperature": 0.0, "users": users, "runs": [asdict(run) for run in runs]}
 
 
@@ -59,7 +57,7 @@ def test_repeats_are_added_up() -> None:
 
 
 def test_prompts_are_counted_once_per_request() -> None:
-    """0.1 s a token, and 2 s a prompt: of 30 tokens, 3 in steps that read four prompts; however many prompts there are."""
+    """0.1 s a token and 2 s a prompt, however many prompts there are: four (with 3 tokens in their steps), or eight."""
     few, many = Run("none", 2.7 + 0.3 + 8, 30, 30, 4, 0.3 + 8, 3), Run("none", 2.7 + 0.6 + 16, 33, 33, 8, 0.6 + 16, 6)
     assert few.rate(10) == pytest.approx(10 / (2 + 10 * 0.1)) == many.rate(10)
     assert Run.total([few, many]).rate(10) == pytest.approx(few.rate(10))

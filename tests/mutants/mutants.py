@@ -755,6 +755,13 @@ MUTANTS: list[Mutant] = [
             "tests/decoding/test_hybrid.py::test_many_requests_look_less_often_for_copies_that_are_not_used",
         ),
         (
+            "copies_of_short_suffixes_in_rests",
+            "in a round that rests few requests look for suffixes of any length",
+            "shortest=RESTING if self._resting else 1",
+            "shortest=1",
+            "tests/decoding/test_hybrid.py::test_many_requests_look_less_often_for_copies_that_are_not_used",
+        ),
+        (
             "library_any_seed",
             "responses are copied by requests whose numbers may have drawn them (biased)",
             "return params.fixed_text or params.seed is None",
@@ -1245,6 +1252,13 @@ MUTANTS: list[Mutant] = [
             "a request under the id of one that left counts as known",
             "        self._asked.discard(id)",
             "        pass",
+            "tests/scheduling/test_scheduling.py::test_a_rest_ends_where_requests_come_or_half_of_them_go",
+        ),
+        (
+            "patience_begins_anew",
+            "a rest that ended early is followed by one of a single round",
+            "            self._left = 0\n            return False",
+            "            self._rest = self._left = 0\n            return False",
             "tests/scheduling/test_scheduling.py::test_a_rest_ends_where_requests_come_or_half_of_them_go",
         ),
         (
@@ -2394,8 +2408,8 @@ MUTANTS: list[Mutant] = [
         (
             "ngram_shortest_suffix",
             "the shortest known suffix decides",
-            "range(min(len(ending), self.config.longest), self.config.shortest - 1, -1)",
-            "range(self.config.shortest, min(len(ending), self.config.longest) + 1)",
+            "range(min(len(ending), self.config.longest), max(self.config.shortest, shortest) - 1, -1)",
+            "range(max(self.config.shortest, shortest), min(len(ending), self.config.longest) + 1)",
         ),
         (
             "library_of_one_token",

@@ -380,7 +380,7 @@ def test_a_rest_ends_where_requests_come_or_half_of_them_go() -> None:
     gone.forget("a")
     gone.forget("b")
     assert not gone.rests("abcdefgh"), "others have come under the ids of two that have left"
-    assert rests(resting(), "abcd", 4) == "arar", "it begins anew"
+    assert rests(resting(), "abcd", 9) == "arrrrrrra", "the next one is as long as if it had not"
 
 
 def test_no_round_rests_where_every_request_drafts() -> None:

@@ -42,6 +42,7 @@ from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, Patience, 
 from outrider.scheduling.policies import CostPolicy, Policy, StepView
 
 MANY = 8  # requests: so many look for no copies in a round that rests
+RESTING = 3  # tokens that fewer requests must find again there: shorter suffixes are found often and promise little
 _MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
 
 
@@ -110,19 +111,21 @@ class Copies:
         texts: Mapping[str, Sequence[int]],
         open_to_responses: Collection[str] = (),
         sampled: Collection[str] = (),
+        shortest: int = 1,
     ) -> dict[str, Copy]:
         """What each request may copy, by id, given its committed tokens; nothing where no suffix is known.
 
         Args:
             open_to_responses: requests that may copy the library's responses too, see `may_copy_responses`.
             sampled: requests whose tokens are drawn at a temperature above 0.
+            shortest: tokens of a suffix of the own text that counts; fewer are cheap to pass over.
         """
         gamma, found = self.config.gamma, dict[str, tuple[int, list[int], bool]]()
         for id, text in texts.items():
             index = self._indexes.setdefault(id, NgramSession(self.config))
             for token in text[len(index.tokens) : -1]:
                 index.append(token)
-            place = index.place(text[-1])
+            place = index.place(text[-1], shortest)
             if place is not None:
                 found[id] = index.matched(place, text[-1], MOST_MATCHED), index.copy(place, text[-1], gamma), False
             if self.library is not None:
@@ -298,6 +301,7 @@ class Drafting:
                 {id: state.tokens for id, state in states.items()},
                 open_to_responses={id for id, state in states.items() if may_copy_responses(state.params)},
                 sampled={id for id, state in states.items() if state.params.temperature > 0},
+                shortest=RESTING if self._resting else 1,
             )
         depths = [0] * len(able)
         if not self._resting:

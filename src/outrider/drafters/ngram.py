@@ -72,13 +72,17 @@ class NgramSession:
         for n in range(self.config.shortest, min(self.config.longest, end) + 1):
             self.places[tuple(self.tokens[end - n : end])] = end
 
-    def place(self, anchor: int) -> int | None:
-        """Where the longest known suffix of the tokens and the anchor went on before; None: no suffix is known."""
-        return self.find((*self.tokens[max(0, len(self.tokens) + 1 - self.config.longest) :], anchor))
+    def place(self, anchor: int, shortest: int = 1) -> int | None:
+        """Where the longest known suffix of the tokens and the anchor went on before; None: no suffix is known.
 
-    def find(self, ending: tuple[int, ...]) -> int | None:
-        """Where the longest known suffix of a text with this ending went on last; None: no suffix is known."""
-        for n in range(min(len(ending), self.config.longest), self.config.shortest - 1, -1):
+        Args:
+            shortest: tokens of a suffix that counts, beside the config's own.
+        """
+        return self.find((*self.tokens[max(0, len(self.tokens) + 1 - self.config.longest) :], anchor), shortest)
+
+    def find(self, ending: tuple[int, ...], shortest: int = 1) -> int | None:
+        """Where the longest known suffix of a text with this ending went on last; see `place`."""
+        for n in range(min(len(ending), self.config.longest), max(self.config.shortest, shortest) - 1, -1):
             place = self.places.get(ending[-n:])
             if place is not None:
                 return place

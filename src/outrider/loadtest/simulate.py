@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from outrider.backends.local import NO_SPECULATION, build_variant
-from outrider.decoding.drafting import MANY, Copies, Copy
+from outrider.decoding.drafting import MANY, RESTING, Copies, Copy
 from outrider.decoding.request import FinishReason
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler, StepPlan, Work
@@ -293,7 +293,11 @@ class SimulatedEngine:
         resting = not able or self.patience.rests(able)
         found: dict[str, Copy] = {}
         if self.copies is not None and not (resting and len(deciding) >= MANY):
-            found = self.copies.look_up(self._texts(able), sampled={id for id in able if self._live[id].sampled})
+            found = self.copies.look_up(
+                self._texts(able),
+                sampled={id for id in able if self._live[id].sampled},
+                shortest=RESTING if resting else 1,
+            )
         depths_R = np.zeros(len(deciding), dtype=np.int64)
         if not resting:
             depths_R = self._depths(deciding, prefill, found)

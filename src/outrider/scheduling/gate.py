@@ -202,7 +202,8 @@ class Patience:
 
     Asking costs as much as a row of the forward: look-ups, the gate, the policy, what is learned. After n rounds in a
     row in which no draft was verified 2^n - 1 rounds rest, at most 7. A rest ends early where a quarter of the requests
-    are new, or where half of them have left: fewer requests make drafts cheaper.
+    are new, or where half of them have left: fewer requests make drafts cheaper. If nothing is verified then either,
+    the next rest is as long as if it had not ended early.
 
     Args:
         gate: where it drafts whatever that costs, no round rests.
@@ -220,7 +221,7 @@ class Patience:
             return False
         known = sum(id in self._asked for id in ids)
         if 4 * (len(ids) - known) >= len(ids) or 2 * known <= self._count:
-            self._rest = self._left = 0
+            self._left = 0
             return False
         self._left -= 1
         return True
