@@ -10,7 +10,7 @@ set -euo pipefail
 exported=$1 python=$2 out=$3
 export OMP_NUM_THREADS=2 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 load=(--drafter "$exported" --tasks "gsm8k.jsonl,humaneval.jsonl,mt-bench.jsonl" --prompts 24 --max-new-tokens 64
-	--concurrency 1,4,8,16,32 --repeats 2)
+	--concurrency 1,4,8,16,32 --repeats 1 --threads 2)
 ours() { outrider bench --backend local "${load[@]}" --variants none,fixed-3,fixed-7 --out "$1"; }
 theirs() { outrider bench --backend vllm --launch --engine-python "$python" "${load[@]}" --out "$1"; }
 ours "$out/local-1"

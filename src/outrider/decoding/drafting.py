@@ -41,8 +41,9 @@ from outrider.scheduling.cost import Floats, Ints, LearnedCost
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, Patience, known_verdicts
 from outrider.scheduling.policies import CostPolicy, Policy, StepView
 
-MANY = 8  # requests: so many look for no copies in a round that rests
-RESTING = 3  # tokens that fewer requests must find again there: shorter suffixes are found often and promise little
+# Requests in a round that rests. Some look for copies behind suffixes of three tokens: shorter ones are found often and
+# promise little. Many look for none. Fewer look for all: there a copy gains more than looking for it takes.
+SOME, MANY = 4, 8
 _MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
 
 
@@ -229,6 +230,11 @@ class Experience:
         return Experience(History(drafter.own_slots, chains=not drafter.trees), copies)
 
 
+def suffix_in_rests(requests: int) -> int:
+    """Tokens of the shortest suffix that is looked for in a round that rests; 0: none is."""
+    return 0 if requests >= MANY else 3 if requests >= SOME else 1
+
+
 class Drafting:
     """Drafts of the requests of one target, round after round.
 
@@ -295,13 +301,14 @@ class Drafting:
             self._comparing = self._resting = True
             return drafts, 0
         self._resting = self._patience.rests(ids)
-        if self.copies is not None and not (self._resting and len(turns) >= MANY):
+        shortest = suffix_in_rests(len(turns)) if self._resting else 1
+        if self.copies is not None and shortest:
             states = {turns[i].id: turns[i].state for i in able}
             self._found = self.copies.look_up(
                 {id: state.tokens for id, state in states.items()},
                 open_to_responses={id for id, state in states.items() if may_copy_responses(state.params)},
                 sampled={id for id, state in states.items() if state.params.temperature > 0},
-                shortest=RESTING if self._resting else 1,
+                shortest=shortest,
             )
         depths = [0] * len(able)
         if not self._resting:

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from outrider.backends.local import NO_SPECULATION, build_variant
-from outrider.decoding.drafting import MANY, RESTING, Copies, Copy
+from outrider.decoding.drafting import Copies, Copy, suffix_in_rests
 from outrider.decoding.request import FinishReason
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler, StepPlan, Work
@@ -292,11 +292,12 @@ class SimulatedEngine:
         able = [work.id for work in deciding if work.limit > 0]
         resting = not able or self.patience.rests(able)
         found: dict[str, Copy] = {}
-        if self.copies is not None and not (resting and len(deciding) >= MANY):
+        shortest = suffix_in_rests(len(deciding)) if resting else 1
+        if self.copies is not None and shortest:
             found = self.copies.look_up(
                 self._texts(able),
                 sampled={id for id in able if self._live[id].sampled},
-                shortest=RESTING if resting else 1,
+                shortest=shortest,
             )
         depths_R = np.zeros(len(deciding), dtype=np.int64)
         if not resting:
