@@ -5,7 +5,7 @@
 #
 # EXPORTED is a drafter that `outrider export --to vllm` wrote and vLLM drafts with on a CPU (DFlash; not DSpark, see
 # docs/engines.md), PYTHON is what tests/engines/vllm_environment.sh prints. The target is SmolLM2-135M-Instruct in
-# float32 on both sides. Nothing else may run on the machine; on two cores a run of ours takes 6 minutes, one of vLLM's 10.
+# float32 on both sides. Nothing else may run on the machine; on two cores a run of ours takes 6 minutes, one of vLLM's 12.
 set -euo pipefail
 exported=$1 python=$2 out=$3
 export OMP_NUM_THREADS=2 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
