@@ -21,8 +21,8 @@ Cell = dict[str, Any]
 
 
 def cell(task: str, users: int, rates: dict[str, float]) -> Cell:
-    """Two requests of 10 tokens each, one after the other, whose prompts cost as much as any step."""
-    runs = [Run(name, 20 / r, 20, 20, 2, 2 / r, 2, {id: (10 / r, 10) for id in "ab"}) for name, r in rates.items()]
+    """Four requests of 10 tokens each, one after the other, whose prompts cost as much as any step."""
+    runs = [Run(name, 40 / r, 40, 40, 4, 4 / r, 4, {id: (10 / r, 10) for id in "abcd"}) for name, r in rates.items()]
     return {"task": task, "temperature": 0.0, "users": users, "runs": [asdict(run) for run in runs]}
 
 
@@ -48,7 +48,7 @@ def test_cells_that_fail_are_named() -> None:
 
 
 def test_repeats_are_added_up() -> None:
-    """2 x 20 tokens in 2 + 1 seconds against 2 + 4: not the mean of the two ratios."""
+    """2 x 40 tokens in 4 + 2 seconds against 4 + 8: not the mean of the two ratios."""
     measured = [
         cell("json", 1, {"none": 10, "look-ahead+skip": 10}),
         cell("json", 1, {"none": 5, "look-ahead+skip": 20}),
