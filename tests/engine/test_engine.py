@@ -359,22 +359,45 @@ class Sometimes:
         return np.full(len(view.idle_R), view.expected_RK.shape[1] * drafts)
 
 
+def watch_reading(drafter: BlockDrafter, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[list[int], Tensor]]]:
+    """What the drafter reads from now on, by session: tokens and their aux hidden states, filled as it does."""
+    opened: list[DraftSession] = []
+    parts: list[list[tuple[list[int], Tensor]]] = []
+
+    def extend(sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        assert aux_TLD is not None
+        for session, part, own_TLD in zip(sessions, tokens, aux_TLD.split([*map(len, tokens)]), strict=True):
+            if not any(session is one for one in opened):
+                opened.append(session)
+                parts.append([])
+            parts[[session is one for one in opened].index(True)].append((list(part), own_TLD.clone()))
+        BlockDrafter.extend(drafter, sessions, tokens, aux_TLD)
+
+    monkeypatch.setattr(gate_module, "_LONGEST_REST", 0)  # what it refuses holds for the round alone
+    monkeypatch.setattr(drafter, "extend", extend)
+    return parts
+
+
+def check_reading(
+    target: Target, drafter: BlockDrafter, texts: Sequence[list[int]], parts: list[tuple[list[int], Tensor]]
+) -> None:
+    """A session read one of these texts from its beginning on, with the hidden states of the text alone."""
+    own = [token for part, _ in parts for token in part]
+    assert own in [text[: len(own)] for text in texts]
+    alone = target.forward(torch.tensor([own]), target.new_cache(len(own)), drafter.aux_layers).aux_BTLD
+    assert alone is not None
+    torch.testing.assert_close(torch.cat([aux_TLD for _, aux_TLD in parts]), alone[0], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("period", [0, 1, 3])
 def test_the_drafter_reads_when_it_drafts(
     target: Target, drafter: BlockDrafter, period: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[int] = []
-
-    def extend(sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
-        read.extend(map(len, tokens))
-        BlockDrafter.extend(drafter, sessions, tokens, aux_TLD)
-
     def propose(calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         assert [call.session.length for call in calls] == [call.position - 1 for call in calls]
         return BlockDrafter.propose(drafter, calls, min_confidence)
 
-    monkeypatch.setattr(gate_module, "_LONGEST_REST", 0)  # what it refuses holds for the round alone
-    monkeypatch.setattr(drafter, "extend", extend)
+    read = watch_reading(drafter, monkeypatch)
     monkeypatch.setattr(drafter, "propose", propose)
     engine = Engine(target, drafter, gate=Sometimes(period), config=EngineConfig(4, 24, 4, 40))
     requests = [Request(str(i), prompt, rules=StopRules(12)) for i, prompt in enumerate(prompts(6))]
@@ -382,8 +405,24 @@ def test_the_drafter_reads_when_it_drafts(
     for request in requests:
         assert_solo(target, request, tokens[request.id])
     assert bool(read) == (period > 0)
+    for parts in read:
+        check_reading(target, drafter, [[*one.prompt, *tokens[one.id]] for one in requests], parts)
     if period == 3:
-        assert max(read[6:]) > 1, "what was skipped is read at once"
+        later = [len(part) for parts in read for part, _ in parts[1:]]
+        assert max(later) > 1, "what was skipped is read at once"
+
+
+def test_what_waits_for_the_drafter_goes_with_a_preempted_request(
+    target: Target, drafter: BlockDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody drafts before one of two is preempted; it is read anew, once, when it drafts."""
+    read = watch_reading(drafter, monkeypatch)
+    engine = Engine(target, drafter, gate=Sometimes(45), config=EngineConfig(2, 64, 4, 16))
+    preempted = watch_preemptions(engine)
+    requests = [Request(str(i), [5, 7 + i, 9, 11], rules=StopRules(40, stop_ids=())) for i in range(2)]
+    tokens = finish(engine, requests)
+    assert len(preempted) == 1 and len(read) == 1
+    check_reading(target, drafter, [[*one.prompt, *tokens[one.id]] for one in requests], read[0])
 
 
 def test_a_gate_that_refuses_is_asked_again_later(target: Target, drafter: BlockDrafter) -> None:
@@ -404,13 +443,15 @@ def test_a_gate_that_refuses_is_asked_again_later(target: Target, drafter: Block
 
 def test_unread_aux_layers_are_bounded(target: Target, drafter: BlockDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting_module, "_MOST_UNREAD", 40)
+    monkeypatch.setattr(drafting_module, "_MOST_STEPS", 5)
     engine = Engine(target, drafter, gate=Sometimes(0), config=EngineConfig(1, 16, 16, 64))
-    engine.submit(Request("long", prompts(1, longest=1)[0] * 200, rules=StopRules(4)))
-    most = 0
+    engine.submit(Request("long", prompts(1, longest=1)[0] * 200, rules=StopRules(60, stop_ids=())))
+    most = steps = 0
     while not engine.idle:
         engine.step()
         most = max([most, *(live.unread_tokens for live in engine._states.values())])
-    assert 24 < most <= 40
+        steps = max(steps, len(engine.drafting._plain_steps.aux))
+    assert 24 < most <= 40 and steps == 5
 
 
 def test_what_waits_for_the_drafter_holds_no_rows_of_other_requests(target: Target, drafter: BlockDrafter) -> None:
@@ -421,8 +462,7 @@ def test_what_waits_for_the_drafter_holds_no_rows_of_other_requests(target: Targ
     while not engine.idle:
         engine.step()
         held += [aux for live in engine._states.values() for _, aux in live.unread if aux is not None]
-    # Single rows may share what is one row of each: all of it is no more than all requests may keep.
-    assert all(aux.untyped_storage().nbytes() <= (3 if len(aux) == 1 else 1) * aux.nbytes for aux in held)
+    assert all(aux.untyped_storage().nbytes() == aux.nbytes for aux in held)
     assert {len(aux) for aux in held} > {1}
 
 

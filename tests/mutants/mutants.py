@@ -648,6 +648,48 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "decoding/drafting.py",
+        "tests/engine/test_engine.py::test_the_drafter_reads_when_it_drafts",
+        (
+            "plain_steps_one_ahead",
+            "tokens of steps without drafts are noted one place ahead of their hidden states",
+            "state.tokens[start : start + len(self.aux)]",
+            "state.tokens[start + 1 : start + 1 + len(self.aux)]",
+        ),
+        (
+            "plain_steps_of_the_first",
+            "the hidden states of steps without drafts are those of the first request",
+            "aux_RLD[request] for aux_RLD",
+            "aux_RLD[0] for aux_RLD",
+        ),
+        (
+            "plain_steps_of_others",
+            "steps without drafts are noted for the requests of the first of them",
+            "if states != self._plain_steps.states or len",
+            "if len",
+        ),
+        (
+            "plain_steps_out_of_order",
+            "what a step with drafts committed is noted before the steps in front of it",
+            "            self._note_plain_steps()\n            state.leave_unread",
+            "            state.leave_unread",
+        ),
+        (
+            "plain_steps_without_end",
+            "hidden states of steps without drafts wait without a limit",
+            " or len(self._plain_steps.aux) == _MOST_STEPS",
+            "",
+            "tests/engine/test_engine.py::test_unread_aux_layers_are_bounded",
+        ),
+        (
+            "plain_steps_outlive_a_session",
+            "a preempted request keeps what its steps without drafts left",
+            'for a request."""\n        self._note_plain_steps()\n',
+            'for a request."""\n',
+            "tests/engine/test_engine.py::test_what_waits_for_the_drafter_goes_with_a_preempted_request",
+        ),
+    ),
+    *_of(
+        "decoding/drafting.py",
         "tests/engine/test_steps.py",
         (
             "drafting_history_twice",
@@ -2441,6 +2483,22 @@ MUTANTS: list[Mutant] = [
             "for index, _ in part] for step in range(first, last))",
             "for index, _ in part] for step in range(last - first))",
             "tests/training/test_trainer.py",
+        ),
+    ),
+    *_of(
+        "training/setup.py",
+        "tests/training/test_watch.py::test_a_drafter_goes_on_with_another_draft_vocabulary",
+        (
+            "vocabulary_rows_by_place",
+            "with another draft vocabulary, rows stay in their places instead of with their tokens",
+            "stored[name][rows_Vd]",
+            "stored[name][: len(rows_Vd)]",
+        ),
+        (
+            "vocabulary_of_the_checkpoint_alone",
+            "the draft tokens added are the first of the vocabulary, not those of the samples",
+            "choose_draft_ids(samples, target.vocab_size, wanted",
+            "choose_draft_ids((), target.vocab_size, wanted",
         ),
     ),
     *_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -395,14 +396,19 @@ def parent(tmp_path_factory: pytest.TempPathFactory, target: Target, samples: li
 
 
 def continued(
-    target: Target, samples: list[Sample], out: Path, section: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    samples: list[Sample],
+    out: Path,
+    section: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Recipe, Run]:
     section = dict(section)
     short = {"prompts": [{"path": "unused"}], "max_prompt_tokens": 64, "max_new_tokens": 64}
     own = {name: section.pop(name) for name in ("start_from", "initialize_from_target") if name in section}
     chosen = recipe(out, drafter=section, data=short, **own)
     monkeypatch.setattr(run_setup, "recipe_samples", lambda *_, **__: Dataset(samples, samples[:3], {}))
-    return chosen, prepare(chosen, target)
+    return chosen, prepare(chosen, target, say=say)
 
 
 def test_a_run_goes_on_where_the_drafter_stood(
@@ -473,8 +479,6 @@ def test_a_resumed_run_refuses_another_origin(
         ({"markov_rank": 64, "block_size": 5}, "block_size is 5, there 4; markov_rank is 64, there 6"),
         ({"markov_head_type": "rnn"}, "markov_head_type is rnn, there vanilla"),
         ({"algorithm": "dflash"}, "algorithm is dflash, there dspark"),
-        ({"draft_vocab_size": 50}, "draft_vocab_size is 50, there 90"),
-        ({"draft_vocab_size": None}, "draft_vocab_size is 97, there 90"),
         ({"num_aux_layers": 4}, "num_aux_layers is 4, there 3"),
         ({"target_layer_ids": [3, 1, 0]}, r"target_layer_ids is \[0, 1, 3\], there \[0, 2, 3\]"),
         ({"sliding_window": 9}, "sliding_window is 9, there None"),
@@ -492,6 +496,44 @@ def test_a_recipe_that_contradicts_the_drafter_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"contradicts .*drafter: {message}. Leave these fields out"):
         continued(target, samples, tmp_path, {"start_from": str(parent / "drafter"), **section}, monkeypatch)
+
+
+@pytest.mark.parametrize(("wanted", "size"), [(50, 50), (95, 95), (None, 97)])
+def test_a_drafter_goes_on_with_another_draft_vocabulary(
+    tmp_path: Path,
+    target: Target,
+    samples: list[Sample],
+    parent: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: int | None,
+    size: int,
+) -> None:
+    """Its tokens are those of a new drafter; what was learned of a token stays with it, and others know nothing."""
+    section = {"start_from": str(parent / "drafter"), "draft_vocab_size": wanted}
+    said: list[str] = []
+    chosen, run = continued(target, samples, tmp_path / "out", section, monkeypatch, say=said.append)
+    assert said == [f"draft vocabulary: {size} tokens, 90 in {parent / 'drafter'}"]
+    ids = run.draft_ids_Vd.tolist()
+    fresh = choose_draft_ids(samples, 97, size, always=target.eos_ids)
+    assert run.drafter.config.draft_vocab_size == len(ids) == size and run.reduced == (size < 97)
+    stored = load_checkpoint(parent / "drafter").weights
+    assert stored.draft_ids_Vd is not None
+    before = stored.draft_ids_Vd.tolist()
+    assert ids == fresh.tolist() if size != 95 else {*ids} >= {*before}
+    assert bool({*ids} - {*before}) == (size > 90), "the first tokens of a small vocabulary are those of a large one"
+    for name, rows in stored.module.state_dict().items():
+        own = run.drafter.state_dict()[name]
+        if name == "markov_head.markov_w2.weight":
+            for token, row in zip(ids, own, strict=True):
+                assert torch.equal(row, rows[before.index(token)] if token in before else torch.zeros_like(row))
+        elif name not in ("aux_scale_L", "fc.weight"):
+            assert torch.equal(own, rows)
+    Trainer(chosen, run).train(stop_after=2)
+    chosen, run = continued(target, samples, tmp_path / "out", section, monkeypatch)
+    Trainer(chosen, run).train(stop_after=3)
+    saved = load_checkpoint(tmp_path / "out" / "drafter").weights
+    assert (saved.draft_ids_Vd is None) == (size == 97)
+    assert saved.draft_ids_Vd is None or saved.draft_ids_Vd.tolist() == ids
 
 
 def test_what_the_recipe_repeats_is_no_contradiction(

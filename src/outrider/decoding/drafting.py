@@ -23,7 +23,7 @@ Shapes: R requests, K positions, N outcomes, T tokens, L aux layers, D target hi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from outrider.scheduling.policies import CostPolicy, Policy, StepView
 # promise little. Many look for none. Fewer look for all: there a copy gains more than looking for it takes.
 SOME, MANY = 4, 8
 _MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
+_MOST_STEPS = 32  # steps that wait to be noted for their requests
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,26 @@ def _kinds(matched_N: Ints, borrowed_N: Flags, sampled_N: Flags) -> tuple[Ints, 
 
 
 @dataclass(frozen=True)
+class _PlainSteps:
+    """Steps in a row in which each of `states` committed one token, the first of them in the places `starts`.
+
+    Their rows wait here in one piece: to note them request by request would cost more than all else that a round
+    without drafts does beside the target's forward.
+    """
+
+    states: list[RequestState]
+    starts: list[int]
+    aux: list[Tensor | None] = field(default_factory=list)  # [R, L, D] of each step
+
+    def note(self) -> None:
+        """Leave the tokens to their requests as unread."""
+        for request, (state, start) in enumerate(zip(self.states, self.starts, strict=True)):
+            # A tensor of its own each: with views, a request that does not draft would keep the rows of all.
+            rows = [aux_RLD[request] for aux_RLD in self.aux if aux_RLD is not None]
+            state.leave_unread(state.tokens[start : start + len(self.aux)], torch.stack(rows) if rows else None)
+
+
+@dataclass(frozen=True)
 class Experience:
     """What earlier rounds taught about a drafter and copies beside it: of an engine's requests, or of a model's.
 
@@ -270,6 +291,7 @@ class Drafting:
         self._patience = Patience(self.gate)
         cost = policy.cost if isinstance(policy, CostPolicy) else None
         self.learned_cost = cost if isinstance(cost, LearnedCost) else None  # told by the engine what steps take
+        self._plain_steps = _PlainSteps([], [])
         self._resting = False
         self._comparing = False  # whether the round goes without drafts for its sake
 
@@ -464,7 +486,22 @@ class Drafting:
     def committed(self, state: RequestState, tokens: Sequence[int], aux_TLD: Tensor | None) -> None:
         """Note tokens that the target has read and that stay, for the drafter. `aux_TLD`: as `Drafter.extend`."""
         if self.drafter is not None:
+            self._note_plain_steps()
             state.leave_unread(list(tokens), aux_TLD)
+
+    def committed_one_each(self, states: list[RequestState], starts: list[int], aux_RLD: Tensor | None) -> None:
+        """As `committed` for a token of each of these requests, which is in place `starts` of its tokens."""
+        if self.drafter is None:
+            return
+        if states != self._plain_steps.states or len(self._plain_steps.aux) == _MOST_STEPS:
+            self._note_plain_steps()
+            self._plain_steps = _PlainSteps(states, starts)
+        self._plain_steps.aux.append(aux_RLD)
+
+    def _note_plain_steps(self) -> None:
+        if self._plain_steps.aux:
+            self._plain_steps.note()
+            self._plain_steps = _PlainSteps([], [])
 
     def read_overdue(self, states: Sequence[RequestState]) -> None:
         """Read for those of these requests whose unread tokens take too much memory."""
@@ -472,6 +509,9 @@ class Drafting:
 
     def read(self, states: Sequence[RequestState]) -> None:
         """Give the drafter what it has not read of these requests."""
+        if not states:
+            return
+        self._note_plain_steps()
         behind = [state for state in states if state.unread]
         if self.drafter is None or not behind:
             return
@@ -490,6 +530,7 @@ class Drafting:
 
     def close(self, state: RequestState) -> None:
         """Free what the drafter holds for a request."""
+        self._note_plain_steps()
         if self.drafter is not None and state.session is not None:
             self.drafter.end(state.session)
             state.session = None

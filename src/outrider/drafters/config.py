@@ -131,9 +131,6 @@ class DrafterConfig:
         pairs = {name: (value, getattr(self, name, None)) for name, value in chosen.items()}
         if "target_layer_ids" in pairs:
             pairs["target_layer_ids"] = (sorted(chosen["target_layer_ids"]), sorted(self.target_layer_ids))
-        if "draft_vocab_size" in pairs:
-            asked = draft_vocabulary(target, chosen["draft_vocab_size"])
-            pairs["draft_vocab_size"] = (asked, self.draft_vocab_size)
         return pairs
 
     def describe(self) -> list[tuple[str, str]]:

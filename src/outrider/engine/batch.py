@@ -268,18 +268,18 @@ class StepBatch:
             self.drafting.record(self.turns, self._view, [results.get(id) for id in self.ids])
         if self.drafting.drafter is None:
             return
-        aux: Sequence[Tensor | None] = [None] * len(kept)
-        if self._aux_TLD is not None and kept:
-            places = [self._first_row[id] + row for id, rows in kept.items() for row in rows]
-            if len(places) == len(kept) == self.rows:  # plain decoding of all, in this order
-                # Views: a request that does not draft keeps one row of everybody, which is what all may keep in all.
-                aux = self._aux_TLD.split(1)
-            else:
+        if len(kept) == self.rows:  # plain decoding of all, in this order
+            states = [self.states[id] for id in kept]
+            self.drafting.committed_one_each(states, [at[id].cached - 1 for id in kept], self._aux_TLD)
+        else:
+            aux: Sequence[Tensor | None] = [None] * len(kept)
+            if self._aux_TLD is not None and kept:
+                places = [self._first_row[id] + row for id, rows in kept.items() for row in rows]
                 kept_TLD = self._aux_TLD[on_device(places, self._aux_TLD.device)]
                 # A tensor of its own each: with views, a request that does not draft would keep the rows of all.
                 aux = [part.clone() for part in kept_TLD.split([len(rows) for rows in kept.values()])]
-        for (id, rows), aux_TLD in zip(kept.items(), aux, strict=True):
-            state, cached = self.states[id], self.progress[id].cached
-            self.drafting.committed(state, state.tokens[cached - len(rows) : cached], aux_TLD)
+            for (id, rows), aux_TLD in zip(kept.items(), aux, strict=True):
+                state, cached = self.states[id], at[id].cached
+                self.drafting.committed(state, state.tokens[cached - len(rows) : cached], aux_TLD)
         with self.draft_clock:
             self.drafting.read_overdue([self.states[id] for id in kept])

@@ -265,9 +265,13 @@ def split_samples(samples: Sequence[Sample], held_out: int, path: Path) -> tuple
 
 
 def choose_draft_ids(
-    samples: Sequence[Sample], vocab_size: int, draft_vocab_size: int, always: frozenset[int]
+    samples: Sequence[Sample],
+    vocab_size: int,
+    draft_vocab_size: int,
+    always: frozenset[int],
+    then: Sequence[int] = (),
 ) -> Tensor:
-    """[Vd] ascending target ids: `always` (stop tokens), then the most frequent of responses, then of all text."""
+    """[Vd] ascending target ids: `always` (stop tokens), the most frequent of responses, those of all text, `then`."""
     if draft_vocab_size >= vocab_size:
         return torch.arange(vocab_size)
     responses, everything = _Frequencies(vocab_size), _Frequencies(vocab_size)
@@ -276,7 +280,7 @@ def choose_draft_ids(
         everything.add(tokens_n)
         for start, end in sample.spans:
             responses.add(tokens_n[start:end])
-    ranked = [*sorted(always), *responses.ranked(), *everything.ranked(), *range(vocab_size)]
+    ranked = [*sorted(always), *responses.ranked(), *everything.ranked(), *then, *range(vocab_size)]
     return torch.tensor(sorted(list(dict.fromkeys(ranked))[:draft_vocab_size]))
 
 

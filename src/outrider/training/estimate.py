@@ -44,7 +44,7 @@ from outrider.training.features import Features, compute_features, logit_summary
 from outrider.training.logging import peak_memory_gib
 from outrider.training.loss import BlockObjective
 from outrider.training.recipe import Recipe
-from outrider.training.setup import Run, load_start, new_drafter, training_precision
+from outrider.training.setup import Run, load_start, new_drafter, training_precision, with_draft_vocabulary
 from outrider.training.trainer import Trainer, saved_run
 from outrider.utils import machine
 from outrider.utils.distributed import Ranks
@@ -328,7 +328,7 @@ def measure_step(measured: MeasuredTarget, recipe: Recipe, prompt: int, response
         drafter = new_drafter(recipe, target).to(target.device)
         ids = torch.arange(drafter.config.draft_vocab_size, device=target.device)
     else:
-        start = load_start(recipe, target)
+        start = with_draft_vocabulary(load_start(recipe, target), recipe, target)
         drafter, ids = start.drafter, start.draft_ids_Vd
     sample = _random_sample(target, prompt, response)
     run = Run(

@@ -241,7 +241,8 @@ class Recipe(Section):
     """The prompts, how they are answered, and by whom."""
     start_from: str | None = None
     """A drafter directory to go on from, relative to the recipe or to where you are: its config and weights. Fields
-    of `drafter` may then be left out, and those that are set must agree with it."""
+    of `drafter` may then be left out. Those that are set must agree with it, but for `draft_vocab_size`: another number
+    chooses draft tokens anew, and what is known of a token stays with it."""
     initialize_from_target: bool = True
     """Fresh weights from the target's where the method knows how and there is no start_from; noise otherwise."""
     drafter: Annotated[SerializeAsAny[DrafterSection], BeforeValidator(_drafter_section)] = Field(

@@ -3,7 +3,7 @@
     start_from: null    config = the method's config.from_target(target, the recipe's fields), weights = noise or the
                         target's
     start_from: DIR     config, weights, draft vocabulary and aux layer order = the checkpoint's; the recipe may repeat
-                        what it says, not contradict it
+                        what it says, not contradict it; a draft_vocab_size of its own means another draft vocabulary
 
 A target of the same shapes is accepted as the drafter's own: going on from a base model's drafter on a fine-tuned
 target is what this is for. A checkpoint takes raw aux hidden states; to train it, its scales are measured again, which
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.data.regenerate import Progress, no_progress
 from outrider.data.responses import Sample
 from outrider.drafters.base import DraftModule, check_fits
+from outrider.drafters.config import draft_vocabulary
 from outrider.drafters.registry import method_of
 from outrider.target.model import Target, outline_target
 from outrider.training.dataset import choose_draft_ids, recipe_samples
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import BlockObjective
+from outrider.training.loss import BlockObjective, inverse_ids
 from outrider.training.parallel import check_layers
 from outrider.training.recipe import Precision, Recipe
 from outrider.utils.distributed import ALONE, Ranks
@@ -79,8 +80,35 @@ def fresh(drafter: DraftModule, recipe: Recipe, target: Target, samples: Sequenc
     return Start(drafter, ids.to(target.device))
 
 
+@torch.no_grad()
+def with_draft_vocabulary(start: Start, recipe: Recipe, target: Target, samples: Sequence[Sample] = ()) -> Start:
+    """The drafter with as many draft tokens as the recipe says, where it says another number than the checkpoint.
+
+    They are chosen as for a new drafter; without samples, the checkpoint's come first. Rows of tokens that could be
+    drafted before are kept, those of others are a new drafter's.
+    """
+    before_Vd, config = start.draft_ids_Vd, start.drafter.config
+    if "draft_vocab_size" not in recipe.drafter.chosen():
+        return start
+    wanted = draft_vocabulary(target, recipe.drafter.chosen()["draft_vocab_size"])
+    if wanted == len(before_Vd):
+        return start
+    ids_Vd = choose_draft_ids(samples, target.vocab_size, wanted, always=target.eos_ids, then=before_Vd.tolist())
+    ids_Vd = ids_Vd.to(target.device)
+    drafter = type(start.drafter)(replace(config, draft_vocab_size=wanted)).to(target.device)
+    stored, known_Vd = start.drafter.state_dict(), torch.isin(ids_Vd, before_Vd)
+    rows_Vd = inverse_ids(before_Vd, target.vocab_size)[ids_Vd[known_Vd]]
+    for name, tensor in drafter.state_dict().items():
+        if tensor.shape == stored[name].shape:
+            tensor.copy_(stored[name])
+        else:
+            tensor[known_Vd] = stored[name][rows_Vd]
+    return replace(start, drafter=drafter, draft_ids_Vd=ids_Vd)
+
+
 def load_start(recipe: Recipe, target: Target) -> Start:
-    """The drafter in `start_from`, ready to train; its aux hidden states are raw still (`rescale_aux`).
+    """The drafter in `start_from`, ready to train; its aux hidden states are raw still (`rescale_aux`), its draft
+    vocabulary is the checkpoint's (`with_draft_vocabulary`).
 
     Raises:
         ValueError: not a drafter, made for another target, contradicted by the recipe, or what this run writes.
@@ -124,7 +152,8 @@ def _check_agrees(recipe: Recipe, drafter: DraftModule, target: Target) -> None:
     if "algorithm" in section.model_fields_set and section.algorithm != drafter.algorithm:
         pairs: dict[str, tuple[object, object]] = {"algorithm": (section.algorithm, drafter.algorithm)}
     else:
-        pairs = drafter.config.comparable_fields(section.chosen(), target)
+        chosen = {name: value for name, value in section.chosen().items() if name != "draft_vocab_size"}
+        pairs = drafter.config.comparable_fields(chosen, target)
     if "initialize_from_target" in recipe.model_fields_set:
         pairs["initialize_from_target"] = (recipe.initialize_from_target, False)
     different = [f"{name} is {asked}, there {stored}" for name, (asked, stored) in pairs.items() if asked != stored]
@@ -181,7 +210,7 @@ def check_recipe(recipe: Recipe) -> DraftModule:
         with torch.device("meta"):
             drafter = new_drafter(recipe, target)
     else:
-        drafter = load_start(recipe, target).drafter
+        drafter = with_draft_vocabulary(load_start(recipe, target), recipe, target).drafter
     _check_drafter(recipe, target, drafter)
     size = _CHECKPOINT_BYTES * sum(p.numel() for p in drafter.parameters())
     check_space(Path(recipe.out), size, "training, for its checkpoints,", remedy="Free some, or choose another out.")
@@ -220,7 +249,11 @@ def prepare(
     if start is None:
         start = fresh(drafter, recipe, target, samples=samples)
     else:
-        drafter.rescale_aux(measure_aux_scale(target, samples[:CALIBRATION_SAMPLES], drafter.config.target_layer_ids))
+        stored, start = len(start.draft_ids_Vd), with_draft_vocabulary(start, recipe, target, samples=samples)
+        if len(start.draft_ids_Vd) != stored:
+            say(f"draft vocabulary: {len(start.draft_ids_Vd):,} tokens, {stored:,} in {recipe.start_from}")
+        scale_L = measure_aux_scale(target, samples[:CALIBRATION_SAMPLES], drafter.config.target_layer_ids)
+        start.drafter.rescale_aux(scale_L)
     ids = start.draft_ids_Vd
     return Run(
         target=target,
