@@ -1306,9 +1306,23 @@ MUTANTS: list[Mutant] = [
         (
             "patience_long_at_once",
             "the first rest is as long as the longest",
-            "min(2 * self._rest + 1, _LONGEST_REST)",
-            "_LONGEST_REST",
+            "min(2 * self._rest + 1, longest)",
+            "longest",
             "tests/scheduling/test_scheduling.py::test_rounds_rest_behind_those_without_a_verified_draft",
+        ),
+        (
+            "patience_of_many_for_few",
+            "few requests rest as long as many",
+            "_LONGEST_REST_OF_MANY if len(ids) >= MANY else _LONGEST_REST",
+            "_LONGEST_REST_OF_MANY",
+            "tests/scheduling/test_scheduling.py::test_rounds_rest_behind_those_without_a_verified_draft",
+        ),
+        (
+            "patience_of_few_for_many",
+            "many requests are asked as often as few",
+            "_LONGEST_REST_OF_MANY if len(ids) >= MANY else _LONGEST_REST",
+            "_LONGEST_REST",
+            "tests/scheduling/test_scheduling.py::test_many_requests_rest_longer",
         ),
         (
             "patience_always_drafting",

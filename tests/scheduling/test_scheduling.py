@@ -367,6 +367,14 @@ def test_rounds_rest_behind_those_without_a_verified_draft() -> None:
     assert rests(patience, "abcd", 3) == "ara", "a verified draft ends it"
 
 
+def test_many_requests_rest_longer() -> None:
+    patience = Patience(SkipDrafting(DraftCost()))
+    asked = [round for round, kind in enumerate(rests(patience, "abcdefgh", 96)) if kind == "a"]
+    assert asked == [0, 2, 6, 14, 30, 62, 94]
+    assert rests(patience, "abcdefg", 10) == "r" * 10, "of a rest that has begun nothing is left out"
+    assert rests(patience, "abcdefg", 30) == "r" * 20 + "a" + "r" * 7 + "a" + "r"
+
+
 def test_a_rest_ends_where_requests_come_or_half_of_them_go() -> None:
     def resting() -> Patience:
         patience = Patience(SkipDrafting(DraftCost()))

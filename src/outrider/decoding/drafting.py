@@ -38,12 +38,12 @@ from outrider.drafters.ngram import MOST_MATCHED, Library, NgramConfig, NgramSes
 from outrider.sampling import SamplingParams
 from outrider.scheduling.beliefs import Beliefs, Flags
 from outrider.scheduling.cost import Floats, Ints, LearnedCost
-from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, Patience, known_verdicts
+from outrider.scheduling.gate import MANY, AlwaysDraft, DraftGate, History, Patience, known_verdicts
 from outrider.scheduling.policies import CostPolicy, Policy, StepView
 
 # Requests in a round that rests. Some look for copies behind suffixes of three tokens: shorter ones are found often and
 # promise little. Many look for none. Fewer look for all: there a copy gains more than looking for it takes.
-SOME, MANY = 4, 8
+SOME = 4
 _MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
 _MOST_STEPS = 32  # steps that wait to be noted for their requests
 

@@ -194,16 +194,18 @@ class SkipDrafting:
         return waiting[:0]
 
 
-_LONGEST_REST = 7  # rounds
+# Rounds of the longest rest. Where many requests decode, drafts seldom pay, and asking them all takes longer.
+_LONGEST_REST, _LONGEST_REST_OF_MANY = 7, 31
+MANY = 8  # requests
 
 
 class Patience:
     """Rounds in which nobody is asked whether to draft or copy, because nothing was worth verifying in those before.
 
     Asking costs as much as a row of the forward: look-ups, the gate, the policy, what is learned. After n rounds in a
-    row in which no draft was verified 2^n - 1 rounds rest, at most 7. A rest ends early where a quarter of the requests
-    are new, or where half of them have left: fewer requests make drafts cheaper. If nothing is verified then either,
-    the next rest is as long as if it had not ended early.
+    row in which no draft was verified 2^n - 1 rounds rest, at most 7, or 31 with eight requests or more. A rest ends
+    early where a quarter of the requests are new, or where half of them have left: fewer requests make drafts cheaper.
+    If nothing is verified then either, the next rest is as long as if it had not ended early.
 
     Args:
         gate: where it drafts whatever that costs, no round rests.
@@ -230,7 +232,8 @@ class Patience:
         """What came of a round that did not rest: whether any draft was verified."""
         if not self._patient:
             return
-        self._rest = self._left = 0 if verified else min(2 * self._rest + 1, _LONGEST_REST)
+        longest = _LONGEST_REST_OF_MANY if len(ids) >= MANY else _LONGEST_REST
+        self._rest = self._left = 0 if verified else min(2 * self._rest + 1, longest)
         self._asked, self._count = set(ids), len(ids)
 
     def forget(self, id: Hashable) -> None:
