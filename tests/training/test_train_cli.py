@@ -183,3 +183,13 @@ def test_the_way_out_of_a_finished_run_never_ends_worse(run: Run, recipe: Path, 
     again = run(recipe, *changes, "optimizer.learning_rate=100")
     assert again[0] == 0 and (f"of step {best['step']}," if best["step"] else "No step was better") in again[1]
     assert f"--drafter {out / 'best'} --out {out / 'eval'} --tasks YOUR_PROMPTS.jsonl" in said.splitlines()[-1]
+
+
+def test_going_on_with_another_draft_vocabulary(run: Run, recipe: Path, began: Path) -> None:
+    """What is checked before a model is loaded knows the size alone."""
+    out = recipe.parent / "other"
+    changes = [f"start_from={began / 'drafter'}", f"out={out}", "drafter.draft_vocab_size=40"]
+    status, said, errors = run(recipe, *changes, "optimizer.steps=1")
+    assert status == 0, errors
+    assert "draft vocabulary: 40 tokens, " in said + errors
+    assert json.loads((out / "drafter" / "config.json").read_text())["draft_vocab_size"] == 40

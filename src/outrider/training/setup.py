@@ -80,6 +80,16 @@ def fresh(drafter: DraftModule, recipe: Recipe, target: Target, samples: Sequenc
     return Start(drafter, ids.to(target.device))
 
 
+def _resized(drafter: DraftModule, recipe: Recipe, target: Target) -> DraftModule:
+    """The drafter, or a new one like it where the recipe says another number of draft tokens."""
+    config, chosen = drafter.config, recipe.drafter.chosen()
+    wanted = draft_vocabulary(target, chosen.get("draft_vocab_size"))
+    if "draft_vocab_size" not in chosen or wanted == config.draft_vocab_size:
+        return drafter
+    with target.device:
+        return type(drafter)(replace(config, draft_vocab_size=wanted))
+
+
 @torch.no_grad()
 def with_draft_vocabulary(start: Start, recipe: Recipe, target: Target, samples: Sequence[Sample] = ()) -> Start:
     """The drafter with as many draft tokens as the recipe says, where it says another number than the checkpoint.
@@ -87,15 +97,12 @@ def with_draft_vocabulary(start: Start, recipe: Recipe, target: Target, samples:
     They are chosen as for a new drafter; without samples, the checkpoint's come first. Rows of tokens that could be
     drafted before are kept, those of others are a new drafter's.
     """
-    before_Vd, config = start.draft_ids_Vd, start.drafter.config
-    if "draft_vocab_size" not in recipe.drafter.chosen():
+    drafter, before_Vd = _resized(start.drafter, recipe, target), start.draft_ids_Vd
+    if drafter is start.drafter:
         return start
-    wanted = draft_vocabulary(target, recipe.drafter.chosen()["draft_vocab_size"])
-    if wanted == len(before_Vd):
-        return start
-    ids_Vd = choose_draft_ids(samples, target.vocab_size, wanted, always=target.eos_ids, then=before_Vd.tolist())
+    wanted, always = drafter.config.draft_vocab_size, target.eos_ids
+    ids_Vd = choose_draft_ids(samples, target.vocab_size, wanted, always=always, then=before_Vd.tolist())
     ids_Vd = ids_Vd.to(target.device)
-    drafter = type(start.drafter)(replace(config, draft_vocab_size=wanted)).to(target.device)
     stored, known_Vd = start.drafter.state_dict(), torch.isin(ids_Vd, before_Vd)
     rows_Vd = inverse_ids(before_Vd, target.vocab_size)[ids_Vd[known_Vd]]
     for name, tensor in drafter.state_dict().items():
@@ -210,7 +217,7 @@ def check_recipe(recipe: Recipe) -> DraftModule:
         with torch.device("meta"):
             drafter = new_drafter(recipe, target)
     else:
-        drafter = with_draft_vocabulary(load_start(recipe, target), recipe, target).drafter
+        drafter = _resized(load_start(recipe, target).drafter, recipe, target)
     _check_drafter(recipe, target, drafter)
     size = _CHECKPOINT_BYTES * sum(p.numel() for p in drafter.parameters())
     check_space(Path(recipe.out), size, "training, for its checkpoints,", remedy="Free some, or choose another out.")
