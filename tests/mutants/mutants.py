@@ -2539,6 +2539,16 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "training/features.py",
+        "tests/target/test_packed_prefill.py::test_free_memory_is_given_back_behind_every_prefill",
+        (
+            "features_memory_kept",
+            "memory that is free among remembered features stays with the process",
+            "        release_free_memory()\n",
+            "",
+        ),
+    ),
+    *_of(
+        "training/features.py",
         "tests/training/test_trainer.py",
         (
             "features_multiplied_by_scale",

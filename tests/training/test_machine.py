@@ -136,3 +136,22 @@ def test_features_take_a_quarter_of_the_free_memory(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert machine.feature_cache_bytes("auto") == 500
     assert machine.feature_cache_bytes(0.5) == 2**29
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the C library has no malloc_trim")
+def test_memory_that_is_free_between_what_is_kept_is_given_back() -> None:
+    code = """
+import torch
+from outrider.utils.machine import release_free_memory
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+before = resident()
+blocks = [torch.ones(2**14) for _ in range(3200)]  # 64 KiB each, which come from the heap
+kept = blocks[::32]
+del blocks
+grown = resident() - before
+release_free_memory()
+print(grown, resident() - before)
+"""
+    grown, left = map(float, output_of(code).split())
+    assert grown > 150 and left < 50, "200 MiB were used, 6 are kept"

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from outrider.data.responses import Sample
 from outrider.target.model import Target
+from outrider.utils.machine import release_free_memory
 from outrider.utils.measure import on_device, pinned_bytes, to_host
 
 PACK_TOKENS = 2048  # of one packed prefill: matrix products are at full speed, and temporaries stay below 100 MB
@@ -114,9 +115,12 @@ class FeatureSource(FeatureCache):
 
     def _fetch(self, indices: Sequence[int]) -> list[Features]:
         samples = [self.samples[i] for i in indices]
-        return list(
+        found = list(
             compute_features(self.target, samples, self.aux_layers, aux_scale_L=self.aux_scale_L, dtype=self.dtype)
         )
+        # What is remembered lies among the temporaries of prefills: a process grew to seven times of it.
+        release_free_memory()
+        return found
 
     def _along(self, missing: Sequence[int], soon: Sequence[int]) -> list[int]:
         """Fill the last group of tokens, as far as memory holds it beside what is remembered."""

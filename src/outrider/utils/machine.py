@@ -1,7 +1,7 @@
 """What `auto` means on this machine: the faster precision of training, and memory for features.
 
     precision   CPU: float32 and bfloat16 matrix products are timed once, with the threads in use; CUDA: asked
-    memory      a quarter of what is free, within the limits of this process's cgroup
+    memory      a quarter of what is free, within the limits of this cgroup; what is free in the heap goes back
 
 Processors without bfloat16 products emulate them: a training step then takes more than twenty times as long.
 """
@@ -9,8 +9,10 @@ Processors without bfloat16 products emulate them: a training step then takes mo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -159,3 +161,9 @@ def _reclaimable(group: Path) -> int:
         fields = ("inactive_file", "total_inactive_file")
         return max(int(line.split()[1]) for line in lines if line.split()[0] in fields)
     return 0
+
+
+def release_free_memory() -> None:
+    """Give back memory that is free inside the heap, where the C library can (glibc): else only its end shrinks."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
