@@ -216,8 +216,8 @@ def _kinds(matched_N: Ints, borrowed_N: Flags, sampled_N: Flags) -> tuple[Ints, 
 class _PlainSteps:
     """Steps in a row in which each of `states` committed one token, the first of them in the places `starts`.
 
-    Their rows wait here in one piece: to note them request by request would cost more than all else that a round
-    without drafts does beside the target's forward.
+    Their rows wait here in one piece: noting them request by request costs more than all else that drafting does in a
+    round that rests.
     """
 
     states: list[RequestState]
