@@ -297,6 +297,7 @@ def generate(
     *,
     gate: DraftGate | None = None,
     grammar: Grammar | None = None,
+    experience: Experience | None = None,
 ) -> Generation:
     """Decode one request, see `stream`, and return the whole response."""
     started = time.perf_counter()
@@ -315,6 +316,7 @@ def generate(
         typical=typical,
         gate=gate,
         grammar=grammar,
+        experience=experience,
     )
     for chunk in chunks:
         tokens += chunk.tokens

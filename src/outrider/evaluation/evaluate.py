@@ -3,6 +3,9 @@
 Each turn is decoded both ways, one directly after the other, and the order alternates from turn to turn, so that drift
 of the machine affects both alike. A warm-up prompt is decoded first and not counted. At temperature 0 both must give
 the same tokens; a difference counts as a tie only where plain decoding's top two logits are closer than `tie_gap`.
+Where costs decide what is drafted, what a turn taught about acceptance is known in the next one of its task, as in a
+`Model` or a server. So every turn is sampled with a seed of its own, the given one plus the number of the turn in its
+task: what is drafted must not follow from the numbers that will judge it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor
 from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings, load_tasks
+from outrider.decoding.drafting import Experience
 from outrider.decoding.generate import Generation, acceptance, generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Drafter
@@ -76,7 +80,8 @@ def evaluate(
     """Measure a drafter on task files (JSONL with `turns`), shipped prompt sets or tasks by name.
 
     Several ranks share the conversations of each task; all of them return the results of all. Tokens, rounds and
-    verdicts are those of one rank, and seconds are summed, so rates are those of one process.
+    verdicts are those of one rank (with a gate, rounds depend on which turns came before on the same rank), and seconds
+    are summed, so rates are those of one process.
 
     Args:
         policy, gate: how many drafts are verified, and in which rounds it drafts; whole drafts in all by default.
@@ -95,11 +100,14 @@ def evaluate(
     results = []
     for name, prompts in loaded:
         decoded: dict[int, list[DecodedTurn]] = {}
+        experience = Experience.of(drafter) if gate is not None else None
         for number in range(len(prompts))[ranks.rank :: ranks.world]:
             on_progress(name, number, len(prompts))
             prompt, flip = prompts[number], bool(number % 2)
+            before = sum(len(earlier.turns) for earlier in prompts[:number])
+            own = replace(settings, params=_numbered(settings.params, before))
             try:
-                decoded[number] = decode(prompt, settings=settings, flip=flip)
+                decoded[number] = decode(prompt, settings=own, flip=flip, experience=experience)
             except ValueError as error:
                 raise ValueError(f"{name}, prompt {prompt.id}: {error}") from error
         on_progress(name, len(prompts), len(prompts))
@@ -142,10 +150,14 @@ def decode_turns(
     flip: bool,
     gate: DraftGate | None = None,
     typical: TypicalAcceptance | None = None,
+    experience: Experience | None = None,
 ) -> list[DecodedTurn]:
     """Decode each turn of a conversation both ways; the plain responses form the history.
 
-    `flip`: the first turn is decoded speculatively first.
+    Args:
+        settings: their seed is that of the first turn, and each turn behind it has the next one.
+        flip: the first turn is decoded speculatively first.
+        experience: what earlier turns taught, which is added to.
     """
     assert target.tokenizer is not None
     rules = StopRules(settings.max_new_tokens)
@@ -161,11 +173,12 @@ def decode_turns(
                 target,
                 tokens,
                 drafter if speculative else None,
-                params=settings.params,
+                params=_numbered(settings.params, turn),
                 rules=rules,
                 policy=policy,
                 typical=typical,
                 gate=gate,
+                experience=experience if speculative else None,
             )
         verdict = None
         if settings.params.temperature == 0:
@@ -174,6 +187,11 @@ def decode_turns(
         history.append(both[False].text)
         flip = not flip
     return turns
+
+
+def _numbered(params: SamplingParams, turn: int) -> SamplingParams:
+    """With the seed of so many turns later."""
+    return params if params.seed is None else replace(params, seed=params.seed + turn)
 
 
 def compare_greedy(target: Target, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]) -> str:
