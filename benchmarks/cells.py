@@ -20,6 +20,8 @@ are by then. So a throughput is that of requests with one prompt and L tokens ea
     L / (p + L d)      d   seconds per token in steps that read no prompt
                        p   seconds per prompt: steps that read some, less d for each of their tokens
 
+Where some variant had no step without a prompt, it is tokens per second as they were counted, of all variants.
+
 A cell passes where the variant is at least as fast as plain decoding (1.00) and within 3 % of the best static variant
 of that cell in hindsight; plain decoding is one of those. Cells that do not are named. Quartiles are over requests that
 began and ended while they were counted, where both have four of them: seconds per token of each, plain over variant.
@@ -137,11 +139,19 @@ class Run:
     prompt_tokens: int = 0
     requests: dict[str, tuple[float, int]] = field(default_factory=dict)
 
-    def rate(self, length: float) -> float:
-        """Tokens per second of requests with so many tokens each."""
+    def rate(self, length: float | None) -> float:
+        """Tokens per second of requests with so many tokens each; None: of those that were counted."""
+        if length is None:
+            return self.tokens / self.seconds
         pace = (self.seconds - self.prompt_seconds) / (self.tokens - self.prompt_tokens)
         prompt = (self.prompt_seconds - pace * self.prompt_tokens) / self.prompts
         return length / (prompt + length * pace)
+
+    @staticmethod
+    def rates(runs: Sequence[Run], length: float) -> dict[str, float]:
+        """`rate` by variant; where one of them read prompts in every step, of the requests as they were counted."""
+        told = None if any(run.tokens == run.prompt_tokens for run in runs) else length
+        return {run.variant: run.rate(told) for run in runs}
 
     @staticmethod
     def total(runs: Sequence[Run]) -> Run:
@@ -237,8 +247,9 @@ def measure(
         cell |= {"machine": machine(), "versions": versions(), "date": today()}
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(cell) + "\n")
-        rates = ", ".join(f"{lane.run.variant} {lane.run.rate(max_new_tokens):.1f}" for lane in lanes)
-        print(f"{task.stem} T={temperature:g} users {level} repeat {repeat}: {rates} tokens/s", flush=True)
+        rates = Run.rates([lane.run for lane in lanes], max_new_tokens)
+        told = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items())
+        print(f"{task.stem} T={temperature:g} users {level} repeat {repeat}: {told} tokens/s", flush=True)
 
 
 def prompt_tokens(target: Target, task: Path) -> list[list[int]]:
@@ -309,7 +320,10 @@ def table(
     out: Annotated[Path | None, typer.Option(help="Markdown file")] = None,
 ) -> None:
     """Print the table, its mean, and the cells that do not pass."""
-    lines = report(read_lines(files), variant)
+    measured = read_lines(files)
+    if not measured:
+        raise typer.BadParameter(f"no cells in {', '.join(map(str, files))}.", param_hint="FILES")
+    lines = report(measured, variant)
     print("\n".join(lines))
     if out is not None:
         out.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -337,10 +351,8 @@ def report(measured: Sequence[dict[str, Any]], variant: str) -> list[str]:
                 continue
             repeats = found[level]
             whole = Run.total([run for runs in repeats for run in runs.values()])
-            rates = {
-                name: Run.total([runs[name] for runs in repeats]).rate(whole.tokens / whole.prompts)
-                for name in repeats[0]
-            }
+            totals = [Run.total([runs[name] for runs in repeats]) for name in repeats[0]]
+            rates = Run.rates(totals, whole.tokens / whole.prompts)
             paces = [ratio for runs in repeats for ratio in by_request(runs, variant)]
             low, _, high = quartiles(paces) if paces else (math.nan,) * 3
             spread = f" ({low:.2f}-{high:.2f})" if len(paces) >= _FEWEST else ""

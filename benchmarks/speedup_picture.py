@@ -38,12 +38,11 @@ def main(out: Annotated[Path, typer.Option(help="the SVG file")]) -> None:
         places = [place + (row - 0.5) * _BAR for place in range(len(results.tasks))]
         speedups = [task.speedup for task in results.tasks]
         low, _, high = zip(*(task.speedup_quartiles for task in results.tasks), strict=True)
-        spread = [
-            [speedup - least for speedup, least in zip(speedups, low, strict=True)],
-            [most - speedup for speedup, most in zip(speedups, high, strict=True)],
-        ]
-        style = {"color": COLOURS[row], "ecolor": "#333333", "capsize": 3}
-        axes.barh(places, speedups, _BAR * 0.9, xerr=spread, label=label, **style)
+        axes.barh(places, speedups, _BAR * 0.9, color=COLOURS[row], label=label)
+        # The ratio of all seconds may lie outside the quartiles of turns, so the lines are not drawn around it.
+        middle = [(least + most) / 2 for least, most in zip(low, high, strict=True)]
+        half = [(most - least) / 2 for least, most in zip(low, high, strict=True)]
+        axes.errorbar(middle, places, xerr=half, fmt="none", ecolor="#333333", capsize=3)
         for place, speedup in zip(places, speedups, strict=True):
             axes.text(0.03, place, f"{speedup:.2f}x", va="center", color="white", fontweight="bold")
     axes.axvline(1.0, color="#333333", linewidth=1.2)

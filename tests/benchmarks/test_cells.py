@@ -63,6 +63,12 @@ def test_prompts_are_counted_once_per_request() -> None:
     assert Run.total([few, many]).rate(10) == pytest.approx(few.rate(10))
 
 
+def test_where_every_step_of_a_variant_reads_prompts_all_are_counted_as_they_are() -> None:
+    some, whole = Run("none", 10.0, 100, 20, 4, 8.0, 60), Run("fixed-1", 5.0, 100, 10, 4, 5.0, 100)
+    assert Run.rates([some, whole], 48) == {"none": 10, "fixed-1": 20}
+    assert Run.rates([some], 48) == {"none": some.rate(48)} != {"none": 10}
+
+
 def test_lanes_take_turns_and_answer_the_same() -> None:
     """Two users: always two requests at once, no lane a step ahead in tokens; runs hold what is counted."""
     target = toy_target()
