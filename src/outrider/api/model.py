@@ -62,9 +62,9 @@ class Response:
     """A whole response; `str()` of it is its text.
 
     `rounds`: forwards of the target that gave tokens. `seconds`: from the call to the last token, prefill included; in
-    a batch others were decoded meanwhile. `seed`: what it was sampled with, drawn where none was given; the model's first
-    request gives the same tokens with it. `error`: of a batch, what ended this one, where `finish` is "error"; the text
-    so far is kept. `trace`: of every round, if asked.
+    a batch others were decoded meanwhile. `seed`: what it was sampled with, drawn where none was given; as the first
+    request of a model it gives the same tokens again. `error`: of a batch, what ended this one, where `finish` is
+    "error"; the text so far is kept. `trace`: of every round, if asked.
     """
 
     text: str
