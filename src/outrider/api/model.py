@@ -35,7 +35,7 @@ from outrider.api.drafter import (
 from outrider.api.scheduling import Scheduling, choose_scheduling, given
 from outrider.data.chat import render
 from outrider.data.conversations import Message
-from outrider.decoding.drafting import Experience, draws_afresh
+from outrider.decoding.drafting import Experience
 from outrider.decoding.generate import Chunk, stream
 from outrider.decoding.request import FinishReason, StopRules
 from outrider.decoding.structured import GrammarCompiler, StructuredOutput
@@ -62,9 +62,8 @@ class Response:
     """A whole response; `str()` of it is its text.
 
     `rounds`: forwards of the target that gave tokens. `seconds`: from the call to the last token, prefill included; in
-    a batch others were decoded meanwhile. `seed`: what it was sampled with, drawn where none was given; as the first
-    request of a model it gives the same tokens again. `error`: of a batch, what ended this one, where `finish` is
-    "error"; the text so far is kept. `trace`: of every round, if asked.
+    a batch others were decoded meanwhile. `seed`: what it was sampled with, drawn where none was given. `error`: of a
+    batch, what ended this one, where `finish` is "error"; the text so far is kept. `trace`: of every round, if asked.
     """
 
     text: str
@@ -131,10 +130,10 @@ class Model:
     def _experienced(self, requests: Sequence[Request], chosen: Scheduling) -> Iterator[Experience | None]:
         """What earlier requests taught, to be used and added to.
 
-        None where a given seed has to give the same tokens again, and where costs do not decide: what is learned under
-        a threshold says nothing about drafts that it would have ended.
+        None where a seed has to give the same tokens again, and where costs do not decide: what is learned under a
+        threshold says nothing about drafts that it would have ended.
         """
-        if not chosen.costs or not all(draws_afresh(request.params) for request in requests):
+        if not chosen.costs or not all(request.params.fixed_text for request in requests):
             yield None
             return
         try:

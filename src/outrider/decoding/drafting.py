@@ -118,7 +118,7 @@ class Copies:
         """What each request may copy, by id, given its committed tokens; nothing where no suffix is known.
 
         Args:
-            open_to_responses: requests that may copy the library's responses too, see `draws_afresh`.
+            open_to_responses: requests that may copy the library's responses too, see `may_copy_responses`.
             sampled: requests whose tokens are drawn at a temperature above 0.
             shortest: tokens of a suffix of the own text that counts; fewer are cheap to pass over.
         """
@@ -195,7 +195,7 @@ class Copies:
             self.library.add(response)
 
 
-def draws_afresh(params: SamplingParams) -> bool:
+def may_copy_responses(params: SamplingParams) -> bool:
     """Whether the random numbers that judge a request's drafts are independent of earlier responses.
 
     A client's seed may be that of an earlier request too, whose tokens were drawn with the numbers that would judge
@@ -328,7 +328,7 @@ class Drafting:
             states = {turns[i].id: turns[i].state for i in able}
             self._found = self.copies.look_up(
                 {id: state.tokens for id, state in states.items()},
-                open_to_responses={id for id, state in states.items() if draws_afresh(state.params)},
+                open_to_responses={id for id, state in states.items() if may_copy_responses(state.params)},
                 sampled={id for id, state in states.items() if state.params.temperature > 0},
                 shortest=shortest,
             )

@@ -3,9 +3,8 @@
 Each turn is decoded both ways, one directly after the other, and the order alternates from turn to turn, so that drift
 of the machine affects both alike. A warm-up prompt is decoded first and not counted. At temperature 0 both must give
 the same tokens; a difference counts as a tie only where plain decoding's top two logits are closer than `tie_gap`.
-Where costs decide what is drafted, what a turn taught about acceptance is known in the next one of its task, as in a
-`Model` or a server. So every turn is sampled with a seed of its own, the given one plus the number of the turn in its
-task: what is drafted must not follow from the numbers that will judge it.
+Where costs decide what is drafted and no draft can change a token, what a turn taught about acceptance is known in the
+next one of its task, as in a `Model`. Where tokens are sampled every turn begins anew: they follow from the seed alone.
 """
 
 from __future__ import annotations
@@ -100,14 +99,12 @@ def evaluate(
     results = []
     for name, prompts in loaded:
         decoded: dict[int, list[DecodedTurn]] = {}
-        experience = Experience.of(drafter) if gate is not None else None
+        experience = Experience.of(drafter) if gate is not None and settings.params.fixed_text else None
         for number in range(len(prompts))[ranks.rank :: ranks.world]:
             on_progress(name, number, len(prompts))
             prompt, flip = prompts[number], bool(number % 2)
-            before = sum(len(earlier.turns) for earlier in prompts[:number])
-            own = replace(settings, params=_numbered(settings.params, before))
             try:
-                decoded[number] = decode(prompt, settings=own, flip=flip, experience=experience)
+                decoded[number] = decode(prompt, settings=settings, flip=flip, experience=experience)
             except ValueError as error:
                 raise ValueError(f"{name}, prompt {prompt.id}: {error}") from error
         on_progress(name, len(prompts), len(prompts))
@@ -155,7 +152,6 @@ def decode_turns(
     """Decode each turn of a conversation both ways; the plain responses form the history.
 
     Args:
-        settings: their seed is that of the first turn, and each turn behind it has the next one.
         flip: the first turn is decoded speculatively first.
         experience: what earlier turns taught, which is added to.
     """
@@ -173,7 +169,7 @@ def decode_turns(
                 target,
                 tokens,
                 drafter if speculative else None,
-                params=_numbered(settings.params, turn),
+                params=settings.params,
                 rules=rules,
                 policy=policy,
                 typical=typical,
@@ -187,11 +183,6 @@ def decode_turns(
         history.append(both[False].text)
         flip = not flip
     return turns
-
-
-def _numbered(params: SamplingParams, turn: int) -> SamplingParams:
-    """With the seed of so many turns later."""
-    return params if params.seed is None else replace(params, seed=params.seed + turn)
 
 
 def compare_greedy(target: Target, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]) -> str:
