@@ -2690,8 +2690,22 @@ MUTANTS: list[Mutant] = [
         (
             "profile_other_with_drafts",
             "what a step takes beside forwards is timed while drafts are verified",
-            "step in engine_steps(target, None, n, repeats=repeats)] for n in counts}",
-            "step in engine_steps(target, drafter, n, repeats=repeats)] for n in counts}",
+            "engine_steps(target, None, config.params(n), repeats=repeats)]",
+            "engine_steps(target, drafter, config.params(n), repeats=repeats)]",
+        ),
+        (
+            "profile_of_greedy_requests",
+            "what a step takes beside forwards is timed with greedy requests, whatever is served",
+            "_tokens(target, 1), own, rules",
+            "_tokens(target, 1), rules",
+            "tests/scheduling/test_profile.py::test_requests_are_profiled_at_the_temperatures_that_are_served",
+        ),
+        (
+            "profile_of_greedy_drafts",
+            "drafts are timed at temperature 0, whatever is served",
+            "_tokens(target, 1)[0], own, seen=seen",
+            "_tokens(target, 1)[0], SamplingParams(), seen=seen",
+            "tests/scheduling/test_profile.py::test_requests_are_profiled_at_the_temperatures_that_are_served",
         ),
     ),
     *_of(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +22,12 @@ import outrider.cli.calibrate as profile_verb
 import outrider.cli.main as main
 import outrider.evaluation.profile as profile_module
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
-from outrider.drafters.base import Drafter, DrafterWeights
+from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
+from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
-from outrider.engine.batch import StepRecord
+from outrider.engine.batch import Request, StepRecord
+from outrider.engine.engine import Engine
 from outrider.evaluation.profile import (
     ProfileConfig,
     break_even,
@@ -34,6 +37,7 @@ from outrider.evaluation.profile import (
     shape_digest,
     sweep,
 )
+from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Additive, LearnedCost, Profile, SpsTable
 from outrider.scheduling.policies import PrefixScheduler, StepView
 from outrider.target.model import Target, load_target
@@ -367,8 +371,10 @@ def test_steps_without_drafts_are_timed_without_the_drafter(monkeypatch: pytest.
     """What steps take beside their forwards is that of plain steps; what a verified draft adds is told apart."""
     step = SimpleNamespace(admitted=4)
 
-    def steps(target: Target, drafter: Drafter | None, requests: int, repeats: int) -> list[SimpleNamespace]:
-        seconds = 0.001 * requests + (0.0 if drafter is None else 0.008)
+    def steps(
+        target: Target, drafter: Drafter | None, params: Sequence[SamplingParams], repeats: int
+    ) -> list[SimpleNamespace]:
+        seconds = 0.001 * len(params) + (0.0 if drafter is None else 0.008)
         return [SimpleNamespace(**vars(step), other_seconds=seconds)] * repeats
 
     monkeypatch.setattr(profile_module, "engine_steps", steps)
@@ -402,6 +408,36 @@ def test_the_verb_without_a_drafter_and_its_mistakes(run: Run, toy: Path, tmp_pa
 def test_states_and_latents_are_profiled_at_any_context(name: str) -> None:
     jobs = forward_jobs(published_target(name), (), [(2, 4, 20), (1, 3, 40), (2, 2, 8)], 2)
     assert all(job() > 0 for _ in range(2) for job in jobs.values())
+
+
+def test_requests_are_profiled_at_the_temperatures_that_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted, verified = list[list[float]](), list[list[float]]()
+
+    class Recorded(Engine):
+        def submit(self, request: Request) -> None:
+            verified[-1].append(request.params.temperature)
+            super().submit(request)
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            verified.append([])
+
+    target = toy_target("qwen3")
+    drafter, propose = toy_drafter(target), type(toy_drafter(target)).propose
+
+    def recorded(self: Drafter, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
+        drafted.append([call.params.temperature for call in calls])
+        return propose(self, calls, min_confidence)
+
+    monkeypatch.setattr(type(drafter), "propose", recorded)
+    monkeypatch.setattr(profile_module, "Engine", Recorded)
+    config = ProfileConfig(3, max_tokens=8, contexts=(4,), repeats=1, seconds=0.0, temperatures=(0.0, 0.7))
+    profile = measure_profile(target, drafter, config)
+    assert profile.temperatures == [0.0, 0.7]
+    assert verified == [[0.0], [0.0, 0.7], [0.0, 0.7, 0.0], [0.0, 0.7, 0.0]]
+    assert {len(one): one for one in drafted} == {1: [0.0], 2: [0.0, 0.7], 3: [0.0, 0.7, 0.0]}
+    with pytest.raises(ValueError, match="temperature=-1"):
+        ProfileConfig(temperatures=(0.0, -1.0))
 
 
 def test_trees_are_profiled_by_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,9 +480,11 @@ def test_break_even_is_where_drafting_is_as_fast_as_plain_decoding() -> None:
 def test_what_a_step_does_besides_is_repeated_as_often_as_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def steps(target: Target, drafter: Drafter | None, requests: int, repeats: int) -> list[StepRecord]:
+    def steps(
+        target: Target, drafter: Drafter | None, params: Sequence[SamplingParams], repeats: int
+    ) -> list[StepRecord]:
         asked.append(repeats)
-        return engine_steps(target, drafter, requests, repeats)
+        return engine_steps(target, drafter, params, repeats)
 
     engine_steps = profile_module.engine_steps
     monkeypatch.setattr(profile_module, "engine_steps", steps)

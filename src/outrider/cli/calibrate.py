@@ -15,7 +15,16 @@ from rich.table import Table
 
 from outrider.api.drafter import AUTO, choose_drafter, require_directory
 from outrider.cli import options as opt
-from outrider.cli.common import check_outputs, choose_tree, counting, load, show_lines, show_paths, split_names
+from outrider.cli.common import (
+    check_outputs,
+    choose_tree,
+    counting,
+    load,
+    show_lines,
+    show_paths,
+    split_names,
+    split_numbers,
+)
 from outrider.cli.options import FILES, MODELS, PROMPTS, SAMPLING, SMOLLM2, option
 from outrider.evaluation.verdict import cost_verdict
 from outrider.utils.measure import set_up, today, versions
@@ -290,6 +299,7 @@ def profile_command(
     max_requests: Annotated[int, option("Steps", "in one step", min=1)] = 32,
     max_tokens: Annotated[int, option("Steps", "of one forward", min=1)] = 256,
     contexts: Annotated[str, option("Steps", "cached tokens per request")] = "64,256,768",
+    temperature: Annotated[str, option("Steps", "of requests, as 0, or 0,1: they take turns")] = "0",
     repeats: Annotated[int, option("Steps", "of every measurement", min=1)] = 7,
     seconds: Annotated[float, option("Steps", "fewer repeats, but three, rather than longer", min=0)] = 120.0,
     device: opt.Device = "auto",
@@ -305,8 +315,9 @@ def profile_command(
     set_up(threads)
     console = Terminal()
     config = ProfileConfig(
-        max_requests=max_requests, max_tokens=max_tokens, contexts=_contexts(contexts), repeats=repeats, seconds=seconds
-    )
+        max_requests=max_requests, max_tokens=max_tokens, contexts=_contexts(contexts), repeats=repeats,
+        seconds=seconds, temperatures=split_numbers("--temperature", temperature),
+    )  # fmt: skip
     check_outputs(export_sglang, files=[out])
     size, choice = choose_tree(tree), choose_drafter(drafter, target)
     if choice is None and size is not None:

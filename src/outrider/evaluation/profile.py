@@ -31,7 +31,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from hashlib import sha256
-from itertools import chain, product
+from itertools import chain, cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class ProfileConfig:
         contexts: cached tokens per request.
         repeats: sweeps over all jobs; fewer, at least three, if more would exceed `seconds`.
         sparse: few shapes, see `grid`; of requests, one and the most.
+        temperatures: of the requests, which take turns with them; a sampled row takes longer than a greedy one.
     """
 
     max_requests: int = 32
@@ -80,6 +81,7 @@ class ProfileConfig:
     repeats: int = 7
     seconds: float = 120.0
     sparse: bool = False
+    temperatures: tuple[float, ...] = (0.0,)
 
     def __post_init__(self) -> None:
         if self.max_requests < 1 or self.repeats < 1:
@@ -90,11 +92,19 @@ class ProfileConfig:
             )
         if not self.contexts or min(self.contexts) < 1 or len(set(self.contexts)) < len(self.contexts):
             raise ValueError(f"contexts {list(self.contexts)} must be different numbers of tokens, at least 1.")
+        if not self.temperatures:
+            raise ValueError("temperatures=() must have one at least; 0 is greedy decoding.")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)
 
     @property
     def middle(self) -> int:
         """The middle one of the contexts, at which drafts are timed."""
         return sorted(self.contexts)[len(self.contexts) // 2]
+
+    def params(self, requests: int) -> list[SamplingParams]:
+        """How so many requests are sampled."""
+        return [SamplingParams(temperature=t) for t, _ in zip(cycle(self.temperatures), range(requests), strict=False)]
 
     @property
     def requests(self) -> list[int]:
@@ -140,14 +150,20 @@ def _forward(target: Target, spans: Sequence[Span], kv: PagedKV, aux_layers: tup
     target.forward_ragged(spans, kv, aux_layers)
 
 
-def draft_jobs(target: Target, drafter: Drafter, counts: Sequence[int], context: int) -> Jobs:
-    """Jobs of greedy drafts of several requests after `context` tokens, and the drafter's reading of `READ` tokens."""
+def draft_jobs(
+    target: Target, drafter: Drafter, counts: Sequence[int], context: int, params: Sequence[SamplingParams]
+) -> Jobs:
+    """Jobs of drafts of several requests after `context` tokens, and the drafter's reading of `READ` tokens.
+
+    `params`: of each of the most requests.
+    """
     sessions = [drafter.new_session(context) for _ in range(counts[-1])]
     for session in sessions:
         drafter.extend([session], [_tokens(target, context)], _aux_hidden_states(target, drafter, context))
-    params, seen = SamplingParams(), SeenTokens(target.vocab_size)
+    seen = SeenTokens(target.vocab_size)
     calls = [
-        DraftCall(session, _tokens(target, 1)[0], params, seen=seen, source=SeededSource(0)) for session in sessions
+        DraftCall(session, _tokens(target, 1)[0], own, seen=seen, source=SeededSource(0))
+        for session, own in zip(sessions, params, strict=True)
     ]
 
     def extend(count: int) -> float:
@@ -191,15 +207,17 @@ def sweep(
     return timed
 
 
-def engine_steps(target: Target, drafter: Drafter | None, requests: int, repeats: int) -> list[StepRecord]:
-    """Greedy engine steps of so many requests, every draft verified."""
-    steps, slots = WARM_UP_STEPS + repeats, draft_slots(drafter)
+def engine_steps(
+    target: Target, drafter: Drafter | None, params: Sequence[SamplingParams], repeats: int
+) -> list[StepRecord]:
+    """Engine steps of as many requests as there are `params`, every draft verified."""
+    steps, slots, requests = WARM_UP_STEPS + repeats, draft_slots(drafter), len(params)
     length = steps * (1 if drafter is None else drafter.gamma + 1) + 1  # no request ends before the last step
     blocks = -(-(1 + length + slots) // _BLOCK_SIZE)
     config = EngineConfig(requests, requests * (slots + 1), _BLOCK_SIZE, num_blocks=requests * blocks)
     engine = Engine(target, drafter, config=config)
-    for i in range(requests):
-        engine.submit(Request(str(i), _tokens(target, 1), rules=StopRules(length, stop_ids=())))
+    for i, own in enumerate(params):
+        engine.submit(Request(str(i), _tokens(target, 1), own, rules=StopRules(length, stop_ids=())))
     found = []
     for _ in range(steps):
         engine.step()
@@ -306,17 +324,20 @@ def measure_profile(
     branching = drafter is not None and drafter.trees
     jobs = forward_jobs(target, () if drafter is None else drafter.aux_layers, shapes, width=width, branching=branching)
     if drafter is not None:
-        jobs |= draft_jobs(target, drafter, counts, context=config.middle)
+        jobs |= draft_jobs(target, drafter, counts, context=config.middle, params=config.params(counts[-1]))
     timed = sweep(jobs, config.repeats, config.seconds, on_progress=on_progress)
     cells = []
     for r, b, s in shapes:
         low, median, high = quartiles(timed["forward", (r, b, s)])
         cells.append(Cell(requests=r, tokens=b, context=s, low=low, median=median, high=high))
     repeats = len(timed["forward", shapes[0]])  # as many as `seconds` allowed
-    plain = {n: [step.other_seconds for step in engine_steps(target, None, n, repeats=repeats)] for n in counts}
+    plain = {
+        n: [step.other_seconds for step in engine_steps(target, None, config.params(n), repeats=repeats)]
+        for n in counts
+    }
     verified = 0.0
     if drafter is not None:  # with most requests, where it can be told from what steps vary by
-        steps = engine_steps(target, drafter, counts[-1], repeats=repeats)
+        steps = engine_steps(target, drafter, config.params(counts[-1]), repeats=repeats)
         more = statistics.median([step.other_seconds for step in steps]) - statistics.median(plain[counts[-1]])
         verified = max(0.0, more) / max(1.0, statistics.mean([step.admitted for step in steps]))
     return Profile(
@@ -330,6 +351,7 @@ def measure_profile(
         other=Curve(requests=counts, seconds=[quartiles(plain[n]) for n in counts]),
         verified=verified,
         repeats=repeats,
+        temperatures=list(config.temperatures),
         machine=machine(),
         versions=versions(),
         date=today(),

@@ -374,7 +374,8 @@ class Profile(BaseModel):
 
     `draft` are whole blocks of `gamma` tokens, `draft_one` blocks kept to one; `extend` is the drafter's reading of new
     tokens, which comes with each block. `verified`: seconds beside drafter and target for each draft that is verified;
-    profiles that were made before it was measured apart have these in `other`.
+    profiles that were made before it was measured apart have these in `other`. `temperatures`: of the requests, which
+    took turns with them.
 
     Raises:
         ValueError: cells that are no grid (some requests were not measured at some context), or twice the same.
@@ -393,6 +394,7 @@ class Profile(BaseModel):
     other: Curve
     verified: float = Field(default=0.0, ge=0)
     repeats: int
+    temperatures: list[float] = [0.0]
     machine: dict[str, Any]
     versions: dict[str, str]
     date: str | None = None  # of the measurement; None: not recorded
