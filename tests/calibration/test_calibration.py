@@ -53,7 +53,7 @@ from outrider.drafters.base import DraftCalibration, DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark, DSparkConfig
-from outrider.drafters.heads import CertaintyEstimator, ChainHeads, certainty
+from outrider.drafters.heads import CertaintyEstimator, ChainHeads, ConfidenceScaling, SampledScaling, certainty
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Floats
@@ -196,7 +196,7 @@ def test_rounds_of_a_generation() -> None:
 def drafter_of(temperatures: list[float] | None) -> BlockDrafter:
     drafter = DSpark(toy_config())
     randomise(drafter)
-    return BlockDrafter(DrafterWeights(drafter), toy_target(), DraftCalibration(temperatures=temperatures))
+    return BlockDrafter(DrafterWeights(drafter), toy_target(), DraftCalibration(ConfidenceScaling(temperatures)))
 
 
 def test_decoding_reports_tempered_confidences_and_the_threshold_uses_them() -> None:
@@ -227,8 +227,9 @@ def test_temperatures_that_do_not_fit_the_block_are_refused(temperatures: list[f
 
 @pytest.mark.parametrize("temperatures", [[0.3, 4.0, 0.5], [5.0, 0.2, 2.0]])
 def test_calibrated_confidences_are_lossless(monkeypatch: pytest.MonkeyPatch, temperatures: list[float]) -> None:
-    offsets = [1.0, -2.0, 0.5]
-    monkeypatch.setattr(proof_toys, "ChainHeads", partial(ChainHeads, temperatures=temperatures, offsets=offsets))
+    scaling = ConfidenceScaling(temperatures, [1.0, -2.0, 0.5])
+    sampled = SampledScaling(2.0, ConfidenceScaling([2.0, 0.5, 1.0]))  # half of both at temperature 1
+    monkeypatch.setattr(proof_toys, "ChainHeads", partial(ChainHeads, scaling=scaling, sampled=sampled))
     drafter = toy(SamplingParams(temperature=1.0), 3, "rnn")
     assert deviation(requests_of(drafter), drafter.target, [(0,)], ThresholdPolicy(0.5), 3) <= TOLERANCE
 
@@ -238,7 +239,7 @@ def test_a_head_that_reads_only_hidden_states_is_tempered_too() -> None:
     assert isinstance(config, DSparkConfig)
     drafter = DSpark(config)
     randomise(drafter)
-    packed = BlockDrafter(DrafterWeights(drafter), toy_target(), DraftCalibration(temperatures=[100.0] * 4))
+    packed = BlockDrafter(DrafterWeights(drafter), toy_target(), DraftCalibration(ConfidenceScaling([100.0] * 4)))
     found = generate(toy_target(), [5, 6], packed, rules=StopRules(9, stop_ids=()))
     assert all(abs(c - 0.5) < 0.05 for r in found.rounds for c in r.confidences)
 
@@ -354,11 +355,9 @@ def test_blocks_after_every_token_contain_the_rounds_of_decoding(dspark: bool) -
     target, params = toy_target(), SamplingParams()
     module = DSpark(toy_config()) if dspark else DFlash(toy_config(dspark=False))
     randomise(module)
-    drafter, probe = (
-        BlockDrafter(DrafterWeights(module), target, DraftCalibration(estimator=None if dspark else FeatureRecorder())),
-        FeatureRecorder(),
-    )
-    drafter.heads = ChainHeads(97, drafter.heads.sequential, drafter.heads.confidence, estimator=probe)
+    scaling, probe = ConfidenceScaling(estimator=None if dspark else FeatureRecorder()), FeatureRecorder()
+    drafter = BlockDrafter(DrafterWeights(module), target, DraftCalibration(scaling))
+    drafter.heads = dataclasses.replace(drafter.heads, scaling=ConfidenceScaling(estimator=probe))
     prompt, found = [5, 6, 7], generate(target, [5, 6, 7], drafter, params, StopRules(60, stop_ids=()))
     real = rounds_of_decoding(found.rounds, drafter.config.gamma, probe)
     probe.seen.clear()
@@ -441,7 +440,7 @@ def test_an_estimator_that_knew_the_drawn_token_would_show(monkeypatch: pytest.M
     drafter = toy(SamplingParams(temperature=1.0), 2, None)
     drafter.confidence = None  # type: ignore[assignment]
     estimator = CertaintyEstimator([1.0, -0.4], [0.2, -0.1])
-    monkeypatch.setattr(proof_toys, "ChainHeads", partial(ChainHeads, estimator=estimator))
+    monkeypatch.setattr(proof_toys, "ChainHeads", partial(ChainHeads, scaling=ConfidenceScaling(estimator=estimator)))
     if peeks:
         real = proof_toys.sample_chain
 

@@ -192,9 +192,10 @@ def test_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
         "candidates": {"accuracy": [[0.75, 0.1], [0.5, 0.2]]},
     }
     save_drafter(Checkpoint(made().weights, stored), tmp_path)
-    found = load_checkpoint(tmp_path).calibration
-    assert (found.temperatures, found.offsets) == ([2.0, 3.0], [0.5, -0.25])
-    assert found.accuracy == [[0.75, 0.1], [0.5, 0.2]]
+    calibration = load_checkpoint(tmp_path).calibration
+    found = calibration.scaling
+    assert (found.temperatures, found.offsets) == ([2.0, 3.0], [0.5, -0.25]) and calibration.sampled is None
+    assert calibration.accuracy == [[0.75, 0.1], [0.5, 0.2]]
     assert isinstance(found.estimator, CertaintyEstimator)
     assert (found.estimator.weights, found.estimator.biases) == ([1.0, -4.0], [0.125, 6.0])
 

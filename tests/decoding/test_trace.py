@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from outrider.decoding.round import RoundResult
 from outrider.decoding.trace import RoundTrace, _likeliest, path_rows, trace_round
 from outrider.drafters.draft import Draft, Siblings
-from outrider.drafters.heads import ChainHeads
+from outrider.drafters.heads import ChainHeads, ConfidenceScaling, SampledScaling
 from outrider.scheduling.cost import SpsTable
 from outrider.scheduling.policies import (
     BY_COST,
@@ -73,12 +75,14 @@ def test_the_probabilities_that_were_compared() -> None:
 
 
 def test_confidences_before_calibration() -> None:
-    heads = ChainHeads(8, temperatures=[0.5, 2.0], offsets=[0.25, -1.0])
+    sampled = SampledScaling(0.8, ConfidenceScaling([1.5, 0.75], [-0.5, 0.125]))
+    heads = ChainHeads(8, scaling=ConfidenceScaling([0.5, 2.0], [0.25, -1.0]), sampled=sampled)
     logit_N = torch.tensor([-3.0, 0.0, 2.0])
-    for k in (0, 1):
-        calibrated = heads.calibrated(logit_N, k).tolist()
-        assert [heads.uncalibrated(c, k) for c in calibrated] == pytest.approx(logit_N.sigmoid().tolist(), abs=1e-5)
-    assert ChainHeads(8).uncalibrated(1.0, 0) == pytest.approx(1.0)
+    for k, temperature in product((0, 1), (0.0, 0.5, 1.0)):
+        calibrated = heads.calibrated(logit_N, k, [temperature] * 3).tolist()
+        raw = [heads.uncalibrated(c, k, temperature) for c in calibrated]
+        assert raw == pytest.approx(logit_N.sigmoid().tolist(), abs=1e-5)
+    assert ChainHeads(8).uncalibrated(1.0, 0, 0.0) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

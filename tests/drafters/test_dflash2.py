@@ -29,7 +29,7 @@ from outrider.drafters.dflash2 import (
     GroupedDynamicConv,
 )
 from outrider.drafters.draft import Draft
-from outrider.drafters.heads import CertaintyEstimator, ChainHeads
+from outrider.drafters.heads import CertaintyEstimator, ChainHeads, ConfidenceScaling
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -371,7 +371,9 @@ def test_output_is_that_of_plain_decoding_alone_and_in_company(draft_vocab: int,
 def test_an_estimators_confidences_stop_the_walk() -> None:
     target = toy_target()
     estimator = CertaintyEstimator([1.0, 0.0], [0.0] * 3)
-    drafter = DrafterWeights(make(selector_top_k=4)).serve(target, DraftCalibration(estimator=estimator))
+    drafter = DrafterWeights(make(selector_top_k=4)).serve(
+        target, DraftCalibration(ConfidenceScaling(estimator=estimator))
+    )
     session = drafter.new_session(20)
     drafter.extend([session], [[0] * 5], torch.randn(5, 3, 32))
     calls = [DraftCall(session, t, SamplingParams(temperature=1.0), SeenTokens(97), SeededSource(t)) for t in (9, 8)]

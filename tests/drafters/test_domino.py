@@ -22,6 +22,7 @@ from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCalibration, DraftCall, DrafterWeights
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.domino import Domino, DominoConfig, PrefixHead, PrefixState
+from outrider.drafters.heads import ConfidenceScaling
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -229,7 +230,7 @@ def test_requests_that_stop_early_do_not_disturb_the_others() -> None:
     """One with a limit and one that an estimator stops, beside one that drafts its whole block."""
     target = toy_target()
     recorder = FeatureRecorder()  # gives every position a confidence of 0.5
-    drafter = DrafterWeights(make()).serve(target, DraftCalibration(estimator=recorder))
+    drafter = DrafterWeights(make()).serve(target, DraftCalibration(ConfidenceScaling(estimator=recorder)))
     sessions = [drafter.new_session(20) for _ in range(2)]
     drafter.extend(sessions, [[0] * 5, [0] * 7], torch.randn(12, 3, 32))
 

@@ -15,7 +15,7 @@ from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCalibration, DrafterWeights
 from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, eagle_aux_layers
-from outrider.drafters.heads import CertaintyEstimator
+from outrider.drafters.heads import CertaintyEstimator, ConfidenceScaling
 from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import ThresholdPolicy
 from outrider.training.dataset import choose_draft_ids
@@ -208,7 +208,9 @@ def test_a_batch_drafts_what_lone_requests_draft_each_to_its_own_limit() -> None
 def test_an_estimator_gives_confidences_and_a_threshold_stops_the_draft() -> None:
     target = toy_target()
     estimator = CertaintyEstimator([1.0, -0.2], [4.0, 3.5, 3.0, 2.5])
-    drafter = Eagle3Drafter(DrafterWeights(make_drafter(target)), target, DraftCalibration(estimator=estimator))
+    drafter = Eagle3Drafter(
+        DrafterWeights(make_drafter(target)), target, DraftCalibration(ConfidenceScaling(estimator=estimator))
+    )
     plain = generate(target, PROMPT, rules=NO_STOPS)
     cut = generate(target, PROMPT, drafter, rules=NO_STOPS, policy=ThresholdPolicy(0.4))
     assert cut.tokens == plain.tokens

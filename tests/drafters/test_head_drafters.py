@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.drafters.base import DraftCalibration, DrafterWeights
-from outrider.drafters.heads import CertaintyEstimator
+from outrider.drafters.heads import CertaintyEstimator, ConfidenceScaling
 from outrider.drafters.hydra import Hydra, HydraConfig, HydraDrafter
 from outrider.drafters.medusa import HeadsDrafter, HeadsModule, Medusa, MedusaConfig, MedusaDrafter
 from outrider.target.cache import KVCache
@@ -155,7 +155,9 @@ def test_blocks_are_cut_by_limit_and_floor(kind: Kind) -> None:
     target, text, module = toy_target(), toy_texts(1)[0], kind.make()
     certain = CertaintyEstimator([0.0, 0.0], [9.0, 9.0, -9.0, 9.0])
     drafter = kind.serve(
-        DrafterWeights(module), target, DraftCalibration(estimator=certain, offsets=[0.0, -1.0, 0.0, 0.0])
+        DrafterWeights(module),
+        target,
+        DraftCalibration(ConfidenceScaling(estimator=certain, offsets=[0.0, -1.0, 0.0, 0.0])),
     )
     sessions = [drafter.new_session(9) for _ in range(3)]
     calls = [

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from outrider.drafters.base import DraftCall
 from outrider.drafters.chain import sample_chain
-from outrider.drafters.heads import ChainHeads, ConfidenceHead, VanillaMarkov, build_sequential_head
+from outrider.drafters.heads import (
+    CertaintyEstimator,
+    ChainHeads,
+    ConfidenceHead,
+    ConfidenceScaling,
+    SampledScaling,
+    VanillaMarkov,
+    build_sequential_head,
+    certainty,
+)
 from outrider.sampling import PositionNoise, SamplingParams, SeededSource, SeenTokens, warp
 from tests.toys.oracle import drafted_with, row_of
 
@@ -141,6 +150,45 @@ def test_confidence_head(with_markov: bool) -> None:
 def test_confidence_needs_the_embedding_it_was_trained_with() -> None:
     with pytest.raises(ValueError, match="confidence_head_with_markov"):
         ConfidenceHead(H, R, with_markov=True)(torch.zeros(1, H), None)
+
+
+GREEDY, SAMPLED = ([0.5, 2.0, 1.0, 4.0], [0.0, 1.0, -1.0, 0.5]), ([3.0, 1.0, 0.25, 2.0], [-2.0, 0.0, 0.5, 1.0])
+
+
+@pytest.mark.parametrize("temperatures", [[0.0, 0.0], [0.8, 1.5], [0.2, 0.0], [1.0, 0.6]])
+@pytest.mark.parametrize("estimates", [False, True])
+@torch.inference_mode()
+def test_confidences_are_calibrated_for_the_temperature_of_their_request(
+    temperatures: list[float], estimates: bool
+) -> None:
+    """Linear in the logit from the fit for greedy text to that at temperature 0.8, and no further."""
+    base_RKV, hidden_RKH = (torch.randn(2, K, size, dtype=torch.float64) for size in (V, H))
+    confidence, estimators = ConfidenceHead(H, R, with_markov=False).double(), [None, None]
+    random_(confidence)
+    if estimates:
+        estimators = [CertaintyEstimator([0.7, -0.1], [0.1] * K), CertaintyEstimator([0.2, 0.3], [-0.4] * K)]
+    greedy, sampled = (
+        ConfidenceScaling(*fitted, estimator) for fitted, estimator in zip((GREEDY, SAMPLED), estimators, strict=True)
+    )
+    heads = ChainHeads(V, None, None if estimates else confidence, scaling=greedy, sampled=SampledScaling(0.8, sampled))
+    calls = [
+        DraftCall(None, 0, SamplingParams(temperature=one), SeenTokens(V), SeededSource(r))
+        for r, one in enumerate(temperatures)
+    ]
+    drafts = sample_chain(lambda _: base_RKV.flatten(0, 1), hidden_RKH, calls, heads)
+    raw_RK = confidence(hidden_RKH, None).numpy()
+    for r, temperature in enumerate(temperatures):
+        w, logits = min(1.0, temperature / 0.8), []
+        for (slopes, offsets), estimator in zip((GREEDY, SAMPLED), estimators, strict=True):
+            own_K = raw_RK[r]
+            if estimator is not None:
+                own_K = certainty(base_RKV[r]).numpy() @ np.array(estimator.weights) + np.array(estimator.biases)
+            logits.append(own_K / np.array(slopes) + np.array(offsets))
+        expected = sigmoid((1 - w) * logits[0] + w * logits[1])
+        np.testing.assert_allclose(drafts[r].confidences, expected, rtol=1e-9)
+    if not estimates:
+        block = heads.calibrated_block(confidence(hidden_RKH, None), temperatures).tolist()
+        np.testing.assert_allclose(block, [draft.confidences for draft in drafts], rtol=1e-9)
 
 
 PARAMS = [

@@ -20,6 +20,7 @@ from outrider.checkpoints.published import shipped_drafter
 from outrider.decoding.generate import Chunk
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark
+from outrider.drafters.heads import ConfidenceScaling, SampledScaling
 from outrider.evaluation.model_card import model_card
 from outrider.evaluation.results import DrafterInfo, Results
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
@@ -147,7 +148,8 @@ def test_fit_tasks_and_tasks_are_kept_apart(run: Run, toy: Path, tmp_path: Path)
     fit, tasks = tasks_file(tmp_path / "fit.jsonl", 4), tasks_file(tmp_path / "held.jsonl", 5)
     command = ("calibrate", "--target", toy / "target", "--drafter", drafter, "--tasks", tasks, "--fit-tasks", fit)
     assert run(*command, "--max-new-tokens", 50, "--temperature", 1)[0] == 0
-    found = read_metadata(drafter)["calibration"]
+    assert "calibration" not in read_metadata(drafter), "greedy requests have a fit of their own"
+    found = read_metadata(drafter)["calibration_sampled"]
     assert (found["fitted_on"], found["measured_on"]) == (["fit"], ["held"])
     assert found["measured_rounds"] > found["fit_rounds"] and found["sampling"]["temperature"] == 1
 
@@ -158,9 +160,20 @@ def test_a_checkpoint_serves_its_temperatures() -> None:
     checkpoint = Checkpoint(
         DrafterWeights(drafter), {"calibration": {"temperatures": temperatures, "offsets": [0.0] * 4}}
     )
-    assert checkpoint.serve(toy_target()).heads.temperatures == temperatures
-    assert checkpoint.weights.serve(toy_target()).heads.temperatures is None
+    assert checkpoint.serve(toy_target()).heads.scaling == ConfidenceScaling(temperatures, [0.0] * 4)
+    assert checkpoint.weights.serve(toy_target()).heads.scaling == ConfidenceScaling()
     nan = {"temperatures": [float("nan")] * 4, "offsets": [0.0] * 4}
+    other = {"temperatures": [3.0] * 4, "offsets": [1.0] * 4, "sampling": {"temperature": 0.8}}
+    both = Checkpoint(checkpoint.weights, {**checkpoint.metadata, "calibration_sampled": other}).serve(toy_target())
+    sampled = ConfidenceScaling([3.0] * 4, [1.0] * 4)
+    assert both.heads.scaling == ConfidenceScaling(temperatures, [0.0] * 4)
+    assert both.heads.sampled == SampledScaling(0.8, sampled)
+    alone = Checkpoint(checkpoint.weights, {"calibration_sampled": other}).serve(toy_target()).heads
+    assert (alone.scaling, alone.sampled) == (sampled, None), "what there is serves all"
+    for wrong in ({"sampling": {"temperature": 0.0}}, {"sampling": {}}, {"offsets": [1.0]}):
+        metadata = {**checkpoint.metadata, "calibration_sampled": {**other, **wrong}}
+        with pytest.raises(ValueError, match="calibrat"):
+            Checkpoint(checkpoint.weights, metadata).serve(toy_target())
     for broken in ({}, {"temperatures": ["hot"]}, {"temperatures": 3}, {"temperatures": temperatures}, nan, None):
         with pytest.raises(ValueError, match="calibrat"):
             Checkpoint(DrafterWeights(drafter), {"calibration": broken}).serve(toy_target())

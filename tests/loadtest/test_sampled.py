@@ -245,6 +245,10 @@ def test_calibration_at_another_temperature_is_said() -> None:
     assert bench.calibration_note(metadata, Traffic()) == bench.calibration_note({}, Traffic((1.0,))) == []
     (line,) = bench.calibration_note(metadata, Traffic((0.0, 1.0)))
     assert line.startswith("confidences were calibrated at temperature 0, requests are sampled at 0, 1")
+    both = {**metadata, "calibration_sampled": {"sampling": {"temperature": 1.0}}}
+    assert bench.calibration_note(both, Traffic((0.0, 1.0))) == bench.calibration_note(both, Traffic((1.0,))) == []
+    (line,) = bench.calibration_note(both, Traffic((0.7,)))
+    assert line.startswith("confidences were calibrated at temperature 0, 1, requests are sampled at 0.7")
 
 
 def test_the_real_model_under_a_mixture(smollm: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

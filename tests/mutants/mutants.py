@@ -2185,8 +2185,8 @@ MUTANTS: list[Mutant] = [
         (
             "heads_offset_sign",
             "calibration's offset is subtracted",
-            "(logit_N / temperature + offset)",
-            "(logit_N / temperature - offset)",
+            "slope * scaling.estimator(logits_NVd, k) + offset",
+            "slope * scaling.estimator(logits_NVd, k) - offset",
             "tests/drafters/test_head_drafters.py::test_blocks_are_cut_by_limit_and_floor",
         ),
         (
@@ -2672,8 +2672,8 @@ MUTANTS: list[Mutant] = [
         (
             "calibration_swapped",
             "temperatures and offsets are read as one another",
-            "DraftCalibration(found.temperatures, found.offsets,",
-            "DraftCalibration(found.offsets, found.temperatures,",
+            "ConfidenceScaling(self.temperatures, self.offsets,",
+            "ConfidenceScaling(self.offsets, self.temperatures,",
             "tests/checkpoints/test_formats.py::test_calibration_is_read_as_it_was_written",
         ),
         (
@@ -2682,6 +2682,38 @@ MUTANTS: list[Mutant] = [
             "found != FORMAT:",
             "False:",
             "tests/evaluation/test_shipped.py::test_metadata_of_another_format_is_refused",
+        ),
+    ),
+    *_of(
+        "drafters/heads.py",
+        "tests/drafters/test_sequential.py::test_confidences_are_calibrated_for_the_temperature_of_their_request",
+        (
+            "sampled_as_greedy",
+            "confidences of sampled requests are calibrated as greedy ones, whatever was fitted",
+            "if self.sampled is None or shares == {0.0}:",
+            "if True:",
+        ),
+        (
+            "calibration_beyond_what_was_fitted",
+            "the calibration of sampled requests goes on beyond the temperature that it was fitted at",
+            "min(1.0, one / self.sampled.temperature)",
+            "one / self.sampled.temperature",
+        ),
+        (
+            "block_calibrated_alike",
+            "on a GPU a block beside sampled requests is calibrated as if it were sampled",
+            "torch.lerp(greedy, scaled(self.sampled.scaling), share_N",
+            "torch.lerp(greedy, scaled(self.sampled.scaling), torch.ones_like(share_N)",
+        ),
+    ),
+    *_of(
+        "drafters/chain.py",
+        "tests/drafters/test_sequential.py::test_confidences_are_calibrated_for_the_temperature_of_their_request",
+        (
+            "confidence_of_another_temperature",
+            "each confidence is calibrated for the temperature of the first request",
+            "heads.calibrated(heads.confidence(hidden_RH, embedding_Rr), k, temperatures)",
+            "heads.calibrated(heads.confidence(hidden_RH, embedding_Rr), k, temperatures[:1] * len(calls))",
         ),
     ),
     *_of(

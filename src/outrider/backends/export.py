@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.backends.base import ExternalEngine
 from outrider.backends.registry import exporters
-from outrider.checkpoints.checkpoint import Checkpoint, write_files
+from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION, Checkpoint, write_files
 from outrider.checkpoints.describe import spoken
 from outrider.checkpoints.dialects.base import MOST_LAYERS, ExportedCheckpoint, Fields, TargetFacts
 from outrider.drafters.base import DrafterWeights, check_embedding_scale
@@ -173,7 +173,7 @@ def refusals(parts: DrafterWeights, target: TargetFacts) -> dict[str, str | None
 def _unread(metadata: Mapping[str, Any], engine: ExternalEngine, method: str) -> list[str]:
     """What outrider.json says of serving and the engine does not read, a sentence each."""
     sentences = []
-    if metadata.get("calibration") is not None:
+    if any(metadata.get(name) is not None for name in (CALIBRATION, SAMPLED_CALIBRATION)):
         does = engine.calibration if method == "dspark" else f"computes none for {method}"
         sentences.append(f"The calibration of confidences stays in outrider.json; {engine.name} {does}.")
     if (recommended := metadata.get("recommended")) is not None:

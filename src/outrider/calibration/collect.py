@@ -33,7 +33,7 @@ from outrider.decoding.generate import RoundStats, SingleRequest, generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall
 from outrider.drafters.dflash import BlockDrafter
-from outrider.drafters.heads import certainty
+from outrider.drafters.heads import UNSCALED, ConfidenceScaling, certainty
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -71,7 +71,7 @@ def collect(
     recorder = FeatureRecorder()
     if drafter.heads.confidence is None:
         drafter = copy.copy(drafter)
-        drafter.heads = dataclasses.replace(drafter.heads, estimator=recorder)
+        drafter.heads = dataclasses.replace(drafter.heads, scaling=ConfidenceScaling(estimator=recorder))
     found: list[list[Rounds]] = [[] for _ in conversations]
     history: list[list[str]] = [[] for _ in conversations]
     for turn in range(max(len(conversation.turns) for conversation in conversations)):
@@ -117,7 +117,7 @@ def collect_tasks(
     Raises:
         ValueError: a task file is missing or malformed, or two tasks are called the same.
     """
-    assert drafter.heads.temperatures is None, "calibration starts from raw confidences"
+    assert drafter.heads.scaling == UNSCALED, "calibration starts from raw confidences"
     # All files are read first, so that a mistyped name fails before anything is decoded.
     prompts = {prompts_label(task): load_prompts(task, settings.max_samples) for task in tasks}
     if len(prompts) < len(tasks):

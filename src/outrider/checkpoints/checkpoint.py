@@ -19,16 +19,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors.torch import save_file
 
 from outrider.checkpoints.dialects import dialect_for, dialect_of
 from outrider.checkpoints.dialects.base import Dialect, ExportedCheckpoint, Source
 from outrider.drafters.base import DraftCalibration, Drafter, DrafterWeights
-from outrider.drafters.heads import CertaintyEstimator
+from outrider.drafters.heads import UNSCALED, CertaintyEstimator, ConfidenceScaling, SampledScaling
 from outrider.drafters.registry import method_of
 from outrider.target.model import Target
 from outrider.utils.documents import read_mapping
@@ -45,6 +45,7 @@ from outrider.utils.packaged import packaged
 
 METADATA = "outrider.json"
 FORMAT = 1  # of outrider.json; raised when a field changes its name or meaning
+CALIBRATION, SAMPLED_CALIBRATION = "calibration", "calibration_sampled"  # its sections, by how `calibrate` sampled
 Section = TypeVar("Section", bound=BaseModel)
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
@@ -73,19 +74,15 @@ class Checkpoint:
         Raises:
             ValueError: naming the field that is missing or wrong.
         """
-        found = _section(self.metadata, "calibration", _Calibration)
+        greedy = _section(self.metadata, CALIBRATION, _Calibration)
+        sampled = _section(self.metadata, SAMPLED_CALIBRATION, _SampledCalibration)
         candidates = _section(self.metadata, "candidates", _Candidates)
         accuracy = None if candidates is None else candidates.accuracy
-        if found is None:
-            return DraftCalibration(accuracy=accuracy)
-        if found.estimator is not None and len(found.estimator.biases) != len(found.temperatures):
-            raise ValueError(
-                f"{METADATA}: calibration.estimator has {len(found.estimator.biases)} biases for "
-                f"{len(found.temperatures)} positions; run outrider calibrate again."
-            )
-        fitted = found.estimator
-        estimator = None if fitted is None else CertaintyEstimator(fitted.weights, fitted.biases)
-        return DraftCalibration(found.temperatures, found.offsets, estimator, accuracy=accuracy)
+        if sampled is None or greedy is None:  # what there is serves all requests
+            only = sampled or greedy
+            return DraftCalibration(UNSCALED if only is None else only.scaling(), accuracy=accuracy)
+        other = SampledScaling(sampled.sampling.temperature, sampled.scaling())
+        return DraftCalibration(greedy.scaling(), other, accuracy=accuracy)
 
     def serve(self, target: Target) -> Drafter:
         """Ready to draft for `target`, calibrated where it has been; `weights.serve` leaves the calibration out.
@@ -274,6 +271,29 @@ class _Calibration(BaseModel):
     temperatures: list[Number]
     offsets: list[Number]
     estimator: _Estimator | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.estimator is not None and len(self.estimator.biases) != len(self.temperatures):
+            raise ValueError(
+                f"the estimator has {len(self.estimator.biases)} biases for {len(self.temperatures)} positions"
+            )
+        return self
+
+    def scaling(self) -> ConfidenceScaling:
+        fitted = self.estimator
+        estimator = None if fitted is None else CertaintyEstimator(fitted.weights, fitted.biases)
+        return ConfidenceScaling(self.temperatures, self.offsets, estimator)
+
+
+class _Sampling(BaseModel):
+    temperature: Annotated[Number, Field(gt=0)]
+
+
+class _SampledCalibration(_Calibration):
+    """The same of `calibration_sampled`."""
+
+    sampling: _Sampling
 
 
 class _Candidates(BaseModel):

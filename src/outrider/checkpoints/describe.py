@@ -12,7 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.checkpoints.checkpoint import METADATA, load_weights, read_config, read_metadata
+from outrider.checkpoints.checkpoint import (
+    CALIBRATION,
+    METADATA,
+    SAMPLED_CALIBRATION,
+    load_weights,
+    read_config,
+    read_metadata,
+)
 from outrider.checkpoints.dialects.base import MOST_LAYERS, UnknownDepth
 from outrider.drafters.base import DrafterWeights
 from outrider.utils.files import read_weights, weight_files
@@ -46,7 +53,12 @@ def describe(directory: Path, num_target_layers: int | None = None) -> Facts:
         *parts.config.describe(),
         *_vocabulary(parts),
         *_size(directory, parts),
-        ("calibration", _calibration(metadata)),
+        ("calibration", _calibration(metadata.get(CALIBRATION))),
+        *(
+            [("of sampled requests", _calibration(metadata[sampled]))]
+            if (sampled := SAMPLED_CALIBRATION) in metadata
+            else []
+        ),
         *([("recommended", spoken(metadata["recommended"]))] if "recommended" in metadata else []),
         (METADATA, "yes" if metadata else "none: made elsewhere"),
     ]
@@ -136,8 +148,7 @@ def _millions(tensors: Mapping[str, Tensor]) -> str:
     return f"{sum(tensor.numel() for tensor in tensors.values()) / 1e6:.2f} million"
 
 
-def _calibration(metadata: Mapping[str, Any]) -> str:
-    stored = metadata.get("calibration")
+def _calibration(stored: object) -> str:
     if not isinstance(stored, Mapping):
         return "none"
     temperatures = stored.get("temperatures")

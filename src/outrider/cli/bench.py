@@ -191,13 +191,18 @@ def choose_traffic(temperature: str, top_p: float, coupled: bool) -> Traffic:
 
 
 def calibration_note(metadata: Mapping[str, Any], traffic: Traffic) -> list[str]:
-    """A line where confidences were calibrated at another temperature than that of the traffic."""
-    found = metadata.get("calibration", {}).get("sampling", {}).get("temperature")
-    if found is None or traffic.temperatures == (found,):
+    """A line where confidences were not calibrated at every temperature of the traffic."""
+    from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION
+
+    fitted = [
+        metadata.get(name, {}).get("sampling", {}).get("temperature") for name in (CALIBRATION, SAMPLED_CALIBRATION)
+    ]
+    known = [temperature for temperature in fitted if temperature is not None]
+    if not known or set(traffic.temperatures) <= set(known):
         return []
-    sampled = ", ".join(f"{temperature:g}" for temperature in traffic.temperatures)
+    found, sampled = (", ".join(f"{one:g}" for one in some) for some in (known, traffic.temperatures))
     return [
-        f"confidences were calibrated at temperature {found:g}, requests are sampled at {sampled}: variants that read "
+        f"confidences were calibrated at temperature {found}, requests are sampled at {sampled}: variants that read "
         "them plan with other probabilities (outrider calibrate --temperature T)"
     ]
 

@@ -68,7 +68,7 @@ def calibrate_command(
     from outrider.calibration.collect import collect_tasks, load_rounds, save_rounds
     from outrider.calibration.fit import calibrate, refusal
     from outrider.calibration.fit import sweep as sweep_thresholds
-    from outrider.checkpoints.checkpoint import add_metadata, load_checkpoint
+    from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION, add_metadata, load_checkpoint
     from outrider.data.sources import TaskSettings, find_prompts, prompts_label
     from outrider.drafters.dflash import BlockDrafter
     from outrider.drafters.medusa import HeadsDrafter
@@ -137,8 +137,10 @@ def calibrate_command(
     console.print(quality_table(found.calibration))
     console.print(errors_table(found.calibration))
     if found.storable:
-        add_metadata(directory, calibration=found.calibration.model_dump(mode="json"))
+        section, whose = (SAMPLED_CALIBRATION, " of sampled requests") if params.temperature else (CALIBRATION, "")
+        add_metadata(directory, **{section: found.calibration.model_dump(mode="json")})
         what = "temperatures" if found.refused is None else f"estimator without temperatures ({found.refused})"
+        what += whose
         outcome = f"{what} stored in {directory}"
     else:
         outcome = f"not stored: {found.refused}; {directory} is unchanged. More prompts may help."

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -479,7 +480,7 @@ class Drafting:
             number=number,
             source=source,
             reason=reason,
-            raw=None if heads is None else heads.uncalibrated,
+            raw=None if heads is None else partial(heads.uncalibrated, temperature=turn.state.params.temperature),
             believed=[] if believed_K is None else believed_K.tolist(),
         )
 

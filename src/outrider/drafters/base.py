@@ -21,7 +21,14 @@ from torch import Tensor
 
 from outrider.drafters.config import DrafterConfig
 from outrider.drafters.draft import Draft, TreeSize
-from outrider.drafters.heads import ChainHeads, ConfidenceHead, Estimator, VanillaMarkov
+from outrider.drafters.heads import (
+    UNSCALED,
+    ChainHeads,
+    ConfidenceHead,
+    ConfidenceScaling,
+    SampledScaling,
+    VanillaMarkov,
+)
 from outrider.drafters.layers import BlockLayout, RopeTables
 from outrider.sampling import Constraint, PositionNoise, RandomSource, SamplingParams, SeenTokens, constrained
 from outrider.target.linear import Packable, PackedLinear, pack
@@ -220,34 +227,39 @@ class DraftCalibration:
     """What `outrider calibrate` measured of a drafter, as far as serving it needs that.
 
     Attributes:
-        temperatures: T_k > 0 per draft position, that calibrate the confidences; None leaves them as they are.
-        offsets: b_k per draft position, added to the logits after the temperatures; None: no offset.
-        estimator: gives confidences where the drafter has no head for them.
+        scaling: calibrates the confidences; as it is, it leaves them as they are.
+        sampled: the same for sampled requests; None: as `scaling`.
         accuracy: a_k(i) per draft position and rank, which candidate trees are chosen by (drafters/trees.py);
             None where nobody has measured them.
     """
 
-    temperatures: Sequence[float] | None = None
-    offsets: Sequence[float] | None = None
-    estimator: Estimator | None = None
+    scaling: ConfidenceScaling = UNSCALED
+    sampled: SampledScaling | None = None
     accuracy: Sequence[Sequence[float]] | None = None
 
     def check(self, gamma: int) -> None:
         """It fits a drafter of `gamma` draft positions.
 
         Raises:
-            ValueError: another number of positions, or a temperature that is not above 0.
+            ValueError: another number of positions, a temperature that is not above 0, or an estimator for greedy or
+                sampled requests alone.
         """
-        if self.temperatures is not None and (len(self.temperatures) != gamma or min(self.temperatures) <= 0):
-            raise ValueError(
-                f"temperatures {list(self.temperatures)} must be {gamma} numbers above 0, one per draft position; "
-                "calibrate this drafter again (outrider calibrate)."
-            )
-        if self.offsets is not None and len(self.offsets) != gamma:
-            raise ValueError(
-                f"offsets {list(self.offsets)} must be {gamma} numbers, one per draft position; calibrate this "
-                "drafter again (outrider calibrate)."
-            )
+        for one in (self.scaling, *(() if self.sampled is None else (self.sampled.scaling,))):
+            if one.temperatures is not None and (len(one.temperatures) != gamma or min(one.temperatures) <= 0):
+                raise ValueError(
+                    f"temperatures {list(one.temperatures)} must be {gamma} numbers above 0, one per draft position; "
+                    "calibrate this drafter again (outrider calibrate)."
+                )
+            if one.offsets is not None and len(one.offsets) != gamma:
+                raise ValueError(
+                    f"offsets {list(one.offsets)} must be {gamma} numbers, one per draft position; calibrate this "
+                    "drafter again (outrider calibrate)."
+                )
+            if (one.estimator is None) != (self.scaling.estimator is None):
+                raise ValueError(
+                    "an estimator of confidences for greedy or for sampled requests alone; calibrate this drafter at "
+                    "temperature 0 and above again (outrider calibrate)."
+                )
         if self.accuracy is not None and len(self.accuracy) != gamma:
             raise ValueError(
                 f"candidate accuracies of {len(self.accuracy)} positions for a drafter of {gamma}; measure this "
@@ -374,9 +386,8 @@ class DrafterWeights:
             sequential,
             confidence,
             draft_ids_Vd=None if self.draft_ids_Vd is None else self.draft_ids_Vd.to(target.device),
-            temperatures=calibration.temperatures,
-            offsets=calibration.offsets,
-            estimator=calibration.estimator,
+            scaling=calibration.scaling,
+            sampled=calibration.sampled,
         )
 
 

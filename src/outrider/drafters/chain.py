@@ -161,6 +161,7 @@ def sample_rows(
     head = heads.sequential
     chains = [_Chain(call, call.anchor, call.seen.with_tokens()) for call in calls]
     state = head.initial_state(len(calls)) if head is not None else None
+    temperatures = [call.params.temperature for call in calls]
     active = list(range(len(calls)))
     for k in range(steps):
         active = [r for r in active if chains[r].call.limit is None or k < (chains[r].call.limit or 0)]
@@ -173,7 +174,7 @@ def sample_rows(
             previous_R = torch.tensor(previous, device=hidden_RH.device)
             latent_Rr, embedding_Rr, state = head.step(previous_R, hidden_RH, state)
         if heads.confidence is not None:  # before x_k is drawn: c_k must not know it
-            certain_R = heads.calibrated(heads.confidence(hidden_RH, embedding_Rr), k).tolist()
+            certain_R = heads.calibrated(heads.confidence(hidden_RH, embedding_Rr), k, temperatures).tolist()
             active = [r for r in active if certain_R[r] >= min_confidence]
             for r in active:
                 chains[r].confidences.append(certain_R[r])
@@ -182,8 +183,8 @@ def sample_rows(
         logits_AC = rows.logits(k, active)
         if head is not None and latent_Rr is not None:
             logits_AC = logits_AC + head.bias(_rows_of(latent_Rr, active))
-        if heads.confidence is None and heads.estimator is not None:  # knows p_k, not yet x_k
-            certain_A = heads.calibrated(heads.estimator(logits_AC, k), k).tolist()
+        if heads.estimates:  # knows p_k, not yet x_k
+            certain_A = heads.estimated(logits_AC, k, [temperatures[r] for r in active]).tolist()
             kept = [a for a, certain in enumerate(certain_A) if certain >= min_confidence]
             for a in kept:
                 chains[active[a]].confidences.append(certain_A[a])
@@ -218,6 +219,7 @@ def _sample_on_gpu(
     state = head.initial_state(R) if head is not None else None
     previous_R = on_device([call.anchor for call in calls], device)
     draws = _Draws(calls, K, heads, device=device)
+    temperatures = [call.params.temperature for call in calls]
     tokens, firsts, embeddings, certain = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for k in range(K):
         logits_RVd = base_RKVd[:, k]
@@ -227,15 +229,15 @@ def _sample_on_gpu(
                 logits_RVd = logits_RVd + head.bias(latent_Rr)
             if embedding_Rr is not None:
                 embeddings.append(embedding_Rr)
-        if heads.confidence is None and heads.estimator is not None:
-            certain.append(heads.calibrated(heads.estimator(logits_RVd, k), k))
+        if heads.estimates:
+            certain.append(heads.estimated(logits_RVd, k, temperatures))
         previous_R, first_R = draws.draw(logits_RVd, k)
         tokens.append(previous_R)
         firsts.append(first_R)
     parts = [torch.stack(part, dim=1).double() for part in (tokens, firsts, certain) if part]
     if heads.confidence is not None:  # a confidence depends on the tokens before it alone: one product for all of them
         embedding_RKr = torch.stack(embeddings, dim=1) if embeddings else None
-        parts.append(heads.calibrated_block(heads.confidence(hidden_RKH, embedding_RKr)).double())
+        parts.append(heads.calibrated_block(heads.confidence(hidden_RKH, embedding_RKr), temperatures).double())
     read = torch.stack(parts).tolist()  # [2 or 3, R, K]
     return [
         draws.draft(

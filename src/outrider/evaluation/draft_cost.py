@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from outrider.checkpoints.checkpoint import Checkpoint
+from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION, Checkpoint
 from outrider.data.conversations import messages_of
 from outrider.data.sources import load_prompts, shipped_sets
 from outrider.drafters.base import DraftCall, Drafter
@@ -267,6 +267,7 @@ def with_block_size(checkpoint: Checkpoint, block_size: int) -> Checkpoint:
             f"block_size {block_size}: a {drafter.algorithm} drafter has weights for each position of its block; leave "
             "it out."
         ) from error
-    metadata = {name: value for name, value in checkpoint.metadata.items() if name != "calibration"}
+    fitted = (CALIBRATION, SAMPLED_CALIBRATION)
+    metadata = {name: value for name, value in checkpoint.metadata.items() if name not in fitted}
     weights = replace(checkpoint.weights, module=other.eval().requires_grad_(False))
     return Checkpoint(weights, metadata)

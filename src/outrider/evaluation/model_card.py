@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from outrider.calibration.fit import Calibration
-from outrider.checkpoints.checkpoint import Checkpoint
+from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION, Checkpoint
 from outrider.data.sources import shipped_sets, task_names
 from outrider.evaluation.results import Results, TaskResult
 from outrider.scheduling.policies import FixedPolicy
@@ -26,8 +26,8 @@ from outrider.utils.measure import dtype_name
 from outrider.utils.terminal import markdown_table
 
 
-def confidences(stored: object) -> str:
-    """The section on confidences, from outrider.json's `calibration`.
+def confidences(stored: object, section: str, heading: str) -> str:
+    """The part on confidences, from a `section` of outrider.json.
 
     served:  sigmoid(logit(c_k) / T_k + b_k),    c_k of the drafter's head, or of an estimator where it has none
 
@@ -38,10 +38,10 @@ def confidences(stored: object) -> str:
         found = Calibration.model_validate(stored)
     except ValidationError as error:
         reason = invalid_fields(error)[0]
-        raise ValueError(f"outrider.json: calibration.{reason}; run outrider calibrate again.") from error
+        raise ValueError(f"outrider.json: {section}.{reason}; run outrider calibrate again.") from error
     headings, *rows = calibration_rows(found)
     table = "\n".join(markdown_table(headings, rows))
-    parts = ["## Confidences", *_estimator(found.estimator), _scaling(found), table, _measured(found)]
+    parts = [f"## {heading}", *_estimator(found.estimator), _scaling(found), table, _measured(found)]
     return "\n\n".join(parts)
 
 
@@ -223,8 +223,9 @@ def model_card(
     ]
     if results:
         parts.append(measured(results))
-    if "calibration" in metadata:
-        parts.append(confidences(metadata["calibration"]))
+    for section, heading in ((CALIBRATION, "Confidences"), (SAMPLED_CALIBRATION, "Confidences of sampled requests")):
+        if section in metadata:
+            parts.append(confidences(metadata[section], section, heading))
     parts += [_limits(checkpoint, results), _licence(checkpoint, license)]
     return "\n\n".join(parts) + "\n"
 
