@@ -10,7 +10,7 @@ frontier.json      outrider bench, simulate       other files are passed over
 validation.json    outrider simulate --validate
 draft_cost.json    outrider bench-drafters
 any name           outrider profile, calibrate --sweep, generate --trace, an answer of outrider serve with traces
-outrider.json      the calibration in it
+outrider.json      the calibration in it, of greedy requests if there are two
 metrics.jsonl      outrider train
 
 A summary comes first, then a section for each file, then what is needed to measure the same again. Pictures are those
@@ -36,6 +36,7 @@ from markupsafe import Markup
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from outrider.calibration.fit import Calibration, SweepPoint
+from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION
 from outrider.evaluation import comparison as compared
 from outrider.evaluation import report as evaluated
 from outrider.evaluation.comparison import Comparison, figures_of, load_comparison
@@ -163,8 +164,13 @@ def _sweep(path: Path) -> list[SweepPoint]:
 
 def _calibration(path: Path) -> Calibration:
     raw = read_mapping(path)
-    found: Calibration = _validated(path, Calibration, raw.get("calibration", raw), what="a calibration")
+    found: Calibration = _validated(path, Calibration, _stored(raw) or raw, what="a calibration")
     return found
+
+
+def _stored(metadata: Mapping[str, Any]) -> Any:
+    """The calibration in an outrider.json: that of greedy requests, else that of sampled ones, else None."""
+    return metadata.get(CALIBRATION) or metadata.get(SAMPLED_CALIBRATION)
 
 
 def _training(path: Path) -> Training:
@@ -247,7 +253,7 @@ def _kind_of(path: Path, asked: bool) -> Kind | None:
         if isinstance(content, list) and content:
             content = content[0]
         if isinstance(content, dict) and path.name == "outrider.json":
-            content = content.get("calibration")
+            content = _stored(content)
         for kind in KINDS:
             if isinstance(content, dict) and kind.fields and kind.fields <= content.keys():
                 return kind

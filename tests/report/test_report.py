@@ -161,6 +161,19 @@ def test_a_report_is_one_file_that_loads_nothing(page: Path, answer: dict[str, A
     assert HOSTILE not in html
 
 
+def test_the_calibration_of_a_drafter_is_found_in_its_metadata(tmp_path: Path) -> None:
+    """That of greedy requests, or the one that is there."""
+    fitted = calibrated().model_dump(mode="json")
+    greedy = {**fitted, "fit_rounds": 7}
+    for stored, rounds in (
+        ({"calibration": greedy, "calibration_sampled": fitted}, 7),
+        ({"calibration_sampled": fitted}, 100),
+    ):
+        (tmp_path / "outrider.json").write_text(json.dumps(stored))
+        (found,) = find_sources([tmp_path])
+        assert found.kind.heading == "Calibration" and found.content.fit_rounds == rounds
+
+
 def test_a_traced_generation_is_in_the_report(run: Run, toy: Path, tmp_path: Path) -> None:
     """`outrider generate --trace` writes what the page shows; the answer on standard output is the same without."""
     command = (
