@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,15 +120,21 @@ class Refusing:
 
 
 @pytest.mark.parametrize(
-    ("requests", "verified", "looks"),
-    [(3, 0, (29, 0)), (4, 0, (5, 24)), (7, 0, (5, 24)), (8, 0, (4, 0)), (8, 1, (25, 0))],
+    ("requests", "verified", "looks", "learned"),
+    [(3, 0, (29, 0), 5), (4, 0, (4, 25), 4), (7, 0, (4, 25), 4), (8, 0, (4, 0), 4), (8, 1, (25, 0), 25)],
 )
 def test_many_requests_look_less_often_for_copies_that_are_not_used(
-    target: Target, monkeypatch: pytest.MonkeyPatch, requests: int, verified: int, looks: tuple[int, int]
+    target: Target, monkeypatch: pytest.MonkeyPatch, requests: int, verified: int, looks: tuple[int, int], learned: int
 ) -> None:
-    """Where none is verified, behind 1, 3, 7 and 7 rounds, with eight requests behind 1, 3, 7 and 15. The first round
-    reads prompts. From four on they look for longer suffixes in between, and fewer than four for all."""
+    """Where none is verified, behind 1, 3, 7 and 7 rounds, with four requests behind 1, 3, 7 and 15. The first round
+    reads prompts. From four on they look for longer suffixes in between, and fewer than four for all. Of what is found
+    in between and not verified nothing is learned."""
     looked, look_up = list[int](), Copies.look_up
+    recorded, record = list[int](), Copies.record
+
+    def remembered(self: Copies, found: Mapping[str, Copy], texts: Mapping[str, Sequence[int]]) -> None:
+        recorded.append(len(found))
+        record(self, found, texts)
 
     def counted(
         self: Copies, texts: Mapping[str, Sequence[int]], *, shortest: int, **more: Collection[str]
@@ -136,12 +143,13 @@ def test_many_requests_look_less_often_for_copies_that_are_not_used(
         return look_up(self, texts, shortest=shortest, **more)
 
     monkeypatch.setattr(Copies, "look_up", counted)
+    monkeypatch.setattr(Copies, "record", remembered)
     engine = Engine(target, hybrid(target), FixedPolicy(verified), gate=Refusing(), config=EngineConfig(8))
     for i in range(requests):
         engine.submit(Request(str(i), LOOP, rules=StopRules(80, stop_ids=())))
     for _ in range(30):
         engine.step()
-    assert (looked.count(1), looked.count(3)) == looks
+    assert (looked.count(1), looked.count(3)) == looks and len(recorded) == 1 + learned
 
 
 def test_short_suffixes_may_be_passed_over() -> None:
@@ -223,18 +231,24 @@ def test_a_copy_is_no_longer_than_the_response(target: Target, monkeypatch: pyte
 def test_copies_are_no_drafts_of_the_drafter(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its means stay as they are, and it counts as waiting."""
     views: list[tuple[StepView | None, GateView]] = []
-    record, skip = History.record, History.skip
+    record, skip, gate_view = History.record, History.skip, History.gate_view
+    asked: list[Sequence[Hashable]] = []
+
+    def asking(self: History, ids: Sequence[Hashable], *args: Any, **options: Any) -> GateView:
+        asked.append(ids)
+        return gate_view(self, ids, *args, **options)
 
     def watched(self: History, ids: Sequence[Hashable], view: StepView, *, verified_R: Ints, accepted_R: Ints) -> None:
         record(self, ids, view, verified_R=verified_R, accepted_R=accepted_R)
-        views.append((view, self.gate_view(ids, view.contexts_R.tolist())))
+        views.append((view, gate_view(self, ids, view.contexts_R.tolist())))
 
-    def skipped(self: History, ids: Sequence[Hashable]) -> None:
-        skip(self, ids)
-        views.append((None, self.gate_view(ids, [0])))
+    def skipped(self: History, requests: int) -> None:
+        skip(self, requests)
+        views.append((None, gate_view(self, asked[0], [0])))
 
     monkeypatch.setattr(History, "record", watched)
     monkeypatch.setattr(History, "skip", skipped)
+    monkeypatch.setattr(History, "gate_view", asking)
     generate(target, LOOP, hybrid(target), rules=NO_STOPS, gate=Never())
     copied = [view for view, _ in views if view is not None]
     assert copied and all(view.copied_R is not None and view.copied_R.all() for view in copied)

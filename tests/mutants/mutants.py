@@ -692,6 +692,13 @@ MUTANTS: list[Mutant] = [
         "decoding/drafting.py",
         "tests/engine/test_steps.py",
         (
+            "copies_learned_in_rests",
+            "what came of copies is learned in rounds that rest, too, which takes time",
+            "        if verified or not self._resting:",
+            "        if True:",
+            "tests/decoding/test_hybrid.py::test_many_requests_look_less_often_for_copies_that_are_not_used",
+        ),
+        (
             "drafting_history_twice",
             "the history remembers a step before its policy is asked",
             "        return self.history.step_view(\n            [turn.id for turn in turns],\n",
@@ -1313,16 +1320,16 @@ MUTANTS: list[Mutant] = [
         (
             "patience_of_many_for_few",
             "few requests rest as long as many",
-            "_LONGEST_REST_OF_MANY if len(ids) >= MANY else _LONGEST_REST",
-            "_LONGEST_REST_OF_MANY",
+            "_LONGEST_REST_OF_SOME if len(ids) >= SOME else _LONGEST_REST",
+            "_LONGEST_REST_OF_SOME",
             "tests/scheduling/test_scheduling.py::test_rounds_rest_behind_those_without_a_verified_draft",
         ),
         (
             "patience_of_few_for_many",
             "many requests are asked as often as few",
-            "_LONGEST_REST_OF_MANY if len(ids) >= MANY else _LONGEST_REST",
+            "_LONGEST_REST_OF_SOME if len(ids) >= SOME else _LONGEST_REST",
             "_LONGEST_REST",
-            "tests/scheduling/test_scheduling.py::test_many_requests_rest_longer",
+            "tests/scheduling/test_scheduling.py::test_four_requests_rest_longer",
         ),
         (
             "patience_always_drafting",
@@ -1348,8 +1355,8 @@ MUTANTS: list[Mutant] = [
         (
             "history_skips_not_counted",
             "a request does not wait in steps without drafts",
-            "        self._idle_S[slots_R] += 1\n",
-            "",
+            "requests, dtype=np.int64)))\n        self._steps += 1\n",
+            "requests, dtype=np.int64)))\n",
             "tests/scheduling/test_scheduling.py::test_a_step_without_drafts_is_remembered",
         ),
         (
@@ -1411,7 +1418,7 @@ MUTANTS: list[Mutant] = [
         (
             "history_slot_kept",
             "a new request inherits the means of one that left",
-            "            self._means_S2K[slot], self._idle_S[slot] = np.nan, 0\n",
+            "            self._means_S2K[slot], self._drafted_S[slot] = np.nan, -1\n",
             "            pass\n",
             "tests/scheduling/test_scheduling.py::test_history_forgets_a_request_but_not_its_lesson",
         ),
@@ -1424,8 +1431,8 @@ MUTANTS: list[Mutant] = [
         (
             "gate_idle_never_reset",
             "a request that has drafted still counts as waiting to probe",
-            "np.where(made_R > 0, 0, self._idle_S[slots_R] + 1)",
-            "self._idle_S[slots_R] + 1",
+            "        self._drafted_S[slots_R[made_R > 0]] = self._steps\n",
+            "",
         ),
         (
             "gate_beliefs_end_at_zero",
@@ -1455,6 +1462,12 @@ MUTANTS: list[Mutant] = [
     *_of(
         "scheduling/cost.py",
         "tests/scheduling/test_profile.py",
+        (
+            "plain_steps_of_any_requests",
+            "what a step without drafts takes is predicted once for any number of requests",
+            "key = requests, int(context) // _CONTEXT",
+            "key = 0, int(context) // _CONTEXT",
+        ),
         (
             "cost_prompts_counted",
             "what reading prompts takes counts against the step, so that drafts look cheap beside them",

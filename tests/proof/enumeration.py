@@ -324,7 +324,7 @@ def exact_output_distribution(
 def _remembering(history: History, live: Sequence[int], view: StepView, counts: Sequence[tuple[int, int]]) -> History:
     grown = copy.deepcopy(history)
     if not len(view.drafted_R):  # nothing was drafted, so the policy was not asked
-        grown.skip(live)
+        grown.skip(len(live))
         return grown
     verified_R, accepted_R = np.array(counts).T
     grown.record(live, view, verified_R=verified_R, accepted_R=accepted_R)

@@ -12,10 +12,10 @@ pays nothing for them, and what it skips for long is read in one product.
 A copy is a function of the committed text. What is expected of its token k is at first what drafters/ngram.py says;
 `Beliefs` of group m_k, the number of tokens that agree before it, correct that.
 
-Every copy is compared with the tokens that were committed in its place, drafted or not: a token drawn from p_t equals
-the copied x with probability p_t(x), which is how often x is accepted. So beliefs about copies cost no drafts. The
-choice between copy and drafter is made before either has drafted a token, and a copy is as certain as a chosen token
-(one-hot), so verification stays exact.
+Every copy is compared with the tokens that were committed in its place, drafted or not (in a round that rests: where
+any draft was verified). A token drawn from p_t equals the copied x with probability p_t(x), which is how often x is
+accepted. So beliefs about copies cost no drafts. The choice between copy and drafter is made before either has drafted
+a token, and a copy is as certain as a chosen token (one-hot), so verification stays exact.
 
 Shapes: R requests, K positions, N outcomes, T tokens, L aux layers, D target hidden.
 """
@@ -39,12 +39,9 @@ from outrider.drafters.ngram import MOST_MATCHED, Library, NgramConfig, NgramSes
 from outrider.sampling import SamplingParams
 from outrider.scheduling.beliefs import Beliefs, Flags
 from outrider.scheduling.cost import Floats, Ints, LearnedCost
-from outrider.scheduling.gate import MANY, AlwaysDraft, DraftGate, History, Patience, known_verdicts
+from outrider.scheduling.gate import MANY, SOME, AlwaysDraft, DraftGate, History, Patience, known_verdicts
 from outrider.scheduling.policies import CostPolicy, Policy, StepView
 
-# Requests in a round that rests. Some look for copies behind suffixes of three tokens: shorter ones are found often and
-# promise little. Many look for none. Fewer look for all: there a copy gains more than looking for it takes.
-SOME = 4
 _MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
 _MOST_STEPS = 32  # steps that wait to be noted for their requests
 
@@ -253,7 +250,11 @@ class Experience:
 
 
 def suffix_in_rests(requests: int) -> int:
-    """Tokens of the shortest suffix that is looked for in a round that rests; 0: none is."""
+    """Tokens of the shortest suffix that is looked for in a round that rests; 0: none is.
+
+    Some requests pass over one and two tokens, which are found often and promise little. Fewer look for all: there a
+    copy gains more than looking for it takes.
+    """
     return 0 if requests >= MANY else 3 if requests >= SOME else 1
 
 
@@ -398,16 +399,17 @@ class Drafting:
         """
         if self.drafter is None:
             return
-        ids = [turn.id for turn in turns]
-        able = [turn.id for turn in turns if turn.limit > 0]
         verified = any(one is not None and one.verified.tokens for one in results)
-        if able and (verified or not self._resting):
-            self._patience.told(able, verified)
-        if self.copies is not None:
-            self.copies.record(self._found, {turn.id: turn.state.tokens for turn in turns})
+        if verified or not self._resting:  # else nothing is learned of copies either: a rest takes no time for it
+            able = [turn.id for turn in turns if turn.limit > 0]
+            if able:
+                self._patience.told(able, verified)
+            if self.copies is not None:
+                self.copies.record(self._found, {turn.id: turn.state.tokens for turn in turns})
         if view is None:
-            self.history.skip(ids)
+            self.history.skip(len(turns))
             return
+        ids = [turn.id for turn in turns]
         counts = [(0, 0) if one is None else (len(one.verified.tokens), one.verdict.accepted) for one in results]
         verified_R, accepted_R = np.array(counts, dtype=np.int64).reshape(-1, 2).T
         committed_R = np.array([len(turn.state.tokens) for turn in turns]) - view.contexts_R

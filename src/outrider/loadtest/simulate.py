@@ -329,12 +329,13 @@ class SimulatedEngine:
         parts = [one.commit(count + 1) for one, count in zip(live, accepted_R.tolist(), strict=True)]
         committed_R = np.array([len(tokens) for tokens, _ in parts])
         verified_R, known_R = known_verdicts(admitted_R, accepted_R, committed_R)
-        if able and (admitted_R.any() or not resting):
-            self.patience.told(able, bool(admitted_R.any()))
-        if self.copies is not None:
-            self.copies.record(found, self._texts(found))
+        if admitted_R.any() or not resting:
+            if able:
+                self.patience.told(able, bool(admitted_R.any()))
+            if self.copies is not None:
+                self.copies.record(found, self._texts(found))
         if view is None:
-            self.history.skip(ids)
+            self.history.skip(len(ids))
         else:
             self.history.record(ids, view, verified_R=verified_R, accepted_R=known_R)
         counts = Counter(

@@ -100,6 +100,7 @@ _FEWEST = 4  # of either sort, before anything is corrected
 _STRAY = 0.25  # of a logarithm: a step further from the mean counts as this far, whatever kept it
 _KEPT = 0.99  # of a correction, by each step without drafts
 _COMPARED = 64  # steps with drafts, at most, from one without to the next
+_CONTEXT = 32  # tokens: what a step without drafts is predicted to take hardly differs within so many
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class LearnedCost:
     _known: dict[tuple[int, bool], tuple[int, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    # (R, context / _CONTEXT) -> predicted seconds of a step without drafts
+    _plain_seconds: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
     # (bits of R, whether there are drafts) -> steps of this sort since the last of the other
     _since: dict[tuple[int, bool], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -131,10 +134,13 @@ class LearnedCost:
         """
         if requests < 2:
             return
-        predicted = float(self.cost.seconds(np.array([requests + verified]), requests, context)[0])
-        if drafting:
-            predicted += self.cost.draft_seconds(drafting, depth)
         bits, drafts = requests.bit_length(), bool(verified or drafting)
+        if drafts:
+            predicted = self._predicted(requests + verified, requests, context)
+            if drafting:
+                predicted += self.cost.draft_seconds(drafting, depth)
+        else:
+            predicted = self._plain(requests, context)
         key = bits, drafts
         count, mean = self._known.get(key, (0, 0.0))
         off = math.log(seconds / predicted)
@@ -146,6 +152,16 @@ class LearnedCost:
         self._known[key] = count, mean + (off - mean) / count
         self._since[key] = self._since.get(key, 0) + 1
         self._since[bits, not drafts] = 0
+
+    def _predicted(self, tokens: int, requests: int, context: float) -> float:
+        return float(self.cost.seconds(np.array([tokens]), requests, context)[0])
+
+    def _plain(self, requests: int, context: float) -> float:
+        """Of a step without drafts, at a context in steps of `_CONTEXT`: computed once, as most steps may be such."""
+        key = requests, int(context) // _CONTEXT
+        if key not in self._plain_seconds:
+            self._plain_seconds[key] = self._predicted(requests, requests, (key[1] + 0.5) * _CONTEXT)
+        return self._plain_seconds[key]
 
     def lacks_plain(self, requests: int) -> bool:
         """Whether a step without drafts is to come next, because too little is known of such steps."""

@@ -44,8 +44,8 @@ class GateView:
     """What a gate is shown: what is known before a step drafts.
 
     `expected_RK`: a request's own mean calibrated confidence per position, NaN where it has never drafted; of a drafter
-    without confidences what is believed now. `idle_R`: steps since it last drafted, or since it came, 0 where it need
-    not probe; `other_requests` decode in the same step and cannot draft in it;
+    without confidences what is believed now. `idle_R`: steps since it last drafted, or since it was first
+    asked about, 0 where it need not probe; `other_requests` decode in the same step and cannot draft in it;
     `typical_K`: the same mean over all requests there ever were, None before there were any. `contexts_R` and
     `other_tokens` as in `StepView`. `copied_RK`: expected confidences of the copy that each request may take instead of
     a draft (drafters/ngram.py), 0 behind it; None: there are no copies.
@@ -194,16 +194,16 @@ class SkipDrafting:
         return waiting[:0]
 
 
-# Rounds of the longest rest. Where many requests decode, drafts seldom pay, and asking them all takes longer.
-_LONGEST_REST, _LONGEST_REST_OF_MANY = 7, 31
-MANY = 8  # requests
+SOME, MANY = 4, 8  # requests of a round
+# Rounds of the longest rest. Where some requests decode, drafts seldom pay, and asking them all takes longer.
+_LONGEST_REST, _LONGEST_REST_OF_SOME = 7, 31
 
 
 class Patience:
     """Rounds in which nobody is asked whether to draft or copy, because nothing was worth verifying in those before.
 
     Asking costs as much as a row of the forward: look-ups, the gate, the policy, what is learned. After n rounds in a
-    row in which no draft was verified 2^n - 1 rounds rest, at most 7, or 31 with eight requests or more. A rest ends
+    row in which no draft was verified 2^n - 1 rounds rest, at most 7, or 31 with four requests or more. A rest ends
     early where a quarter of the requests are new, or where half of them have left: fewer requests make drafts cheaper.
     If nothing is verified then either, the next rest is as long as if it had not ended early.
 
@@ -232,7 +232,7 @@ class Patience:
         """What came of a round that did not rest: whether any draft was verified."""
         if not self._patient:
             return
-        longest = _LONGEST_REST_OF_MANY if len(ids) >= MANY else _LONGEST_REST
+        longest = _LONGEST_REST_OF_SOME if len(ids) >= SOME else _LONGEST_REST
         self._rest = self._left = 0 if verified else min(2 * self._rest + 1, longest)
         self._asked, self._count = set(ids), len(ids)
 
@@ -317,7 +317,8 @@ class History:
         self._foreseen = False  # the drafter has no confidences
         self._slots = Slots()
         self._means_S2K = np.empty((0, 2, gamma))  # the same by request, NaN before its first draft
-        self._idle_S = np.empty(0, dtype=np.int64)
+        self._steps = 0  # all of them
+        self._drafted_S = np.empty(0, dtype=np.int64)  # steps before its last draft, or before it came; -1: nobody's
 
     def gate_view(
         self,
@@ -330,7 +331,7 @@ class History:
     ) -> GateView:
         """What a `DraftGate` is shown of these requests before they draft."""
         slots_R = self._slots_of(ids)
-        expected_RK, idle_R = _ratio(self._means_S2K[slots_R]), self._idle_S[slots_R]
+        expected_RK, idle_R = _ratio(self._means_S2K[slots_R]), self._steps - self._drafted_S[slots_R]
         if self._foreseen and self._beliefs is not None:
             expected_RK = self._beliefs.expected(ids, None if sampled is None else np.array(sampled, dtype=np.int64))
             idle_R = np.zeros_like(idle_R)
@@ -377,11 +378,10 @@ class History:
         believed_RK[:, : self.gamma] = np.where(made_RJ, believed_RJ, own_RJ)
         return replace(view, confidences_RK=believed_RK, own_RK=view.confidences_RK)
 
-    def skip(self, ids: Sequence[Hashable]) -> None:
-        """Remember a step in which nothing was drafted."""
-        slots_R = self._slots_of(ids)
-        self._past.append(PastStep(np.zeros((len(ids), 0)), np.zeros(len(ids), dtype=np.int64)))
-        self._idle_S[slots_R] += 1
+    def skip(self, requests: int) -> None:
+        """Remember a step of so many requests in which nothing was drafted."""
+        self._past.append(PastStep(np.zeros((requests, 0)), np.zeros(requests, dtype=np.int64)))
+        self._steps += 1
         if self._beliefs is not None:
             self._beliefs.skip()
 
@@ -401,7 +401,8 @@ class History:
             if made_R.any():
                 self._foreseen = bool(np.isnan(own_RK[made_R > 0]).any())
         self._past.append(PastStep(view.confidences_RK, view.drafted_R))
-        self._idle_S[slots_R] = np.where(made_R > 0, 0, self._idle_S[slots_R] + 1)
+        self._steps += 1
+        self._drafted_S[slots_R[made_R > 0]] = self._steps
         if not made_R.any():
             return
         known_R = (made_R > 0) & ~np.isnan(view.confidences_RK).any(axis=1)
@@ -424,7 +425,7 @@ class History:
         """Drop the means of a request that has left; its drafts stay in the means over all."""
         slot = self._slots.release(id)
         if slot is not None:
-            self._means_S2K[slot], self._idle_S[slot] = np.nan, 0
+            self._means_S2K[slot], self._drafted_S[slot] = np.nan, -1
         if self._beliefs is not None:
             self._beliefs.forget(id)
 
@@ -447,10 +448,11 @@ class History:
 
     def _slots_of(self, ids: Sequence[Hashable]) -> Ints:
         slots_R = self._slots.of(ids)
-        added = self._slots.size - len(self._idle_S)
+        added = self._slots.size - len(self._drafted_S)
         if added > 0:
             self._means_S2K = np.concatenate((self._means_S2K, np.full((added, 2, self.gamma), np.nan)))
-            self._idle_S = np.concatenate((self._idle_S, np.zeros(added, dtype=np.int64)))
+            self._drafted_S = np.concatenate((self._drafted_S, np.full(added, -1, dtype=np.int64)))
+        self._drafted_S[slots_R[self._drafted_S[slots_R] < 0]] = self._steps
         return slots_R
 
 
