@@ -44,6 +44,7 @@ from outrider.target.model import load_target
 from outrider.utils.packaged import Kind, packaged
 from tests.toys.command_line import Run, check_error
 from tests.toys.documentation import (
+    CARDS,
     HISTORY,
     NO_TEST,
     OTHERS,
@@ -677,17 +678,22 @@ def test_links_of_the_documentation_lead_to_files_of_the_repository() -> None:
     assert len(links) > 100 and not lost
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES + CARDS if page.name not in HISTORY],
+    ids=lambda page: f"{page.parent.name}-{page.stem}",
+)
 def test_the_commands_of_the_documentation_are_read(page: Path) -> None:
     """By the program's own parser: verbs, options and kinds of values exist, and a block's command is complete.
 
-    A page with blocks of commands names tests that run such commands, or says what the commands need.
+    A page with blocks of commands, but a model card, names tests that run such commands, or says what they need.
     """
     text = page.read_text(encoding="utf-8")
     tests = [test.strip("`") for test in re.findall(r"tests/[\w/]+\.py|`tests/[\w/]+`", text)]
     assert all((ROOT / test).exists() for test in tests), [test for test in tests if not (ROOT / test).exists()]
-    assert tests or "Needs: " in text or not any(in_block for _, in_block in documented_commands(page))
-    for words, in_block in documented_commands(page):
+    commands = documented_commands(page)
+    assert tests or "Needs: " in text or page in CARDS or not any(in_block for _, in_block in commands)
+    for words, in_block in commands:
         two = " ".join(words[:2]) in VERBS
         try:
             parser(" ".join(words[: 1 + two])).make_context("outrider", words[1 + two :])

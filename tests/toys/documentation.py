@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 HISTORY = ("decisions.md", "log.md")  # what they say of the past stays
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CARDS = sorted((ROOT / "src" / "outrider" / "models").glob("*/README.md"))  # written by `outrider package`
 MEASUREMENTS = ROOT / "docs" / "results.md"  # whose commands take minutes to hours on a quiet machine
 
 # Files whose tests run a verb, on toy targets unless they are of the real SmolLM2 or of an engine.

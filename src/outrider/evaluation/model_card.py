@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from outrider.calibration.fit import Calibration
 from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION, Checkpoint
 from outrider.data.sources import shipped_sets, task_names
 from outrider.evaluation.results import Results, TaskResult
+from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import FixedPolicy
 from outrider.target.hub import canonical_id
 from outrider.training.setup import trainings
@@ -160,7 +162,10 @@ def eval_command(results: Results) -> str:
     settings = results.settings
     options = {"target": settings["target"], "drafter": "DIR", "tasks": ",".join(map(_task_argument, results.tasks))}
     named = ("max_samples", "max_new_tokens", "draft_length", "confidence_threshold", "block_size", "tree")
-    options |= {name: settings.get(name) for name in named} | dict(settings["sampling"])
+    options |= {name: settings.get(name) for name in named}
+    usual, always = asdict(SamplingParams()), ("temperature", "seed")
+    sampling = settings["sampling"].items()
+    options |= {name: value for name, value in sampling if name in always or value != usual.get(name)}
     if lossy := settings.get("lossy"):
         options["typical"] = f"{lossy['epsilon']:g},{lossy['delta']:g}"
     options["target"] = target_name(options)
@@ -187,6 +192,15 @@ def listed(fields: Mapping[str, Any]) -> str:
 
 _NEEDED = ("target", "recipe", "step", "samples", "response_tokens")
 _NOT_NUMBERS = ("optimizer", "target", "initialize_from_target")  # of a training
+_RECORDED = (
+    "max_new_tokens",
+    "max_prompt_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "thinking",
+    "dtype",
+)  # of responses
 
 
 def model_card(
@@ -294,15 +308,17 @@ def _settings(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
 
 
 def _data(metadata: Mapping[str, Any], sources: Sequence[str]) -> str:
+    last = " in the last training" if metadata.get("history") else ""
+    recorded = metadata.get("responses") or metadata["recipe"]["data"]
     lines = [
         "## Data",
         "",
-        f"{metadata['samples']:,} conversations with {metadata['response_tokens']:,} response tokens. The responses "
-        "are the target's own,\nregenerated from the prompts; the loss covers generated tokens only.",
+        f"{metadata['samples']:,} conversations with {metadata['response_tokens']:,} response tokens{last}. The "
+        "responses are the target's own,\nregenerated from the prompts; the loss covers generated tokens only.",
         "",
         *(f"* {source}" for source in sources),
         *([""] if sources else []),
-        f"Settings: {listed(metadata['recipe']['data'])}.",
+        f"Recorded with the responses: {listed({name: recorded[name] for name in _RECORDED if name in recorded})}.",
     ]
     return "\n".join(lines)
 
@@ -342,7 +358,12 @@ def _limits(checkpoint: Checkpoint, many: Sequence[Results]) -> str:
     if {"max_prompt_tokens", "max_new_tokens"} <= set(data):
         longest = data["max_prompt_tokens"] + data["max_new_tokens"]
         lines.append(f"* Trained on contexts of at most {longest} tokens a turn; longer ones are untested.")
-    slower = [f"{t.task} (temperature {r.settings['temperature']})" for r in many for t in r.tasks if t.speedup < 1]
+    slower = [
+        f"{t.task} (temperature {r.settings['temperature']:g}, {verified(r.settings)})"
+        for r in many
+        for t in r.tasks
+        if t.speedup < 1
+    ]
     if slower:
         lines.append(f"* Slower than plain decoding on {', '.join(slower)} where it was measured.")
     return "\n".join(lines)
