@@ -168,7 +168,7 @@ def eval_command(results: Results) -> str:
     options |= {name: value for name, value in sampling if name in always or value != usual.get(name)}
     if lossy := settings.get("lossy"):
         options["typical"] = f"{lossy['epsilon']:g},{lossy['delta']:g}"
-    options["target"] = target_name(options)
+    options |= {"target": target_name(options), "out": "OUT"}
     return "outrider eval " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items() if v is not None)
 
 
