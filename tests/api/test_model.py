@@ -58,8 +58,12 @@ def test_stops_and_mistakes(model: outrider.Model) -> None:
     whole = model.generate(PROMPTS[0], max_new_tokens=20).text
     for stop in (whole[6:8], [whole[6:8], "never"]):
         assert model.generate(PROMPTS[0], max_new_tokens=20, stop=stop).text == whole[: whole.index(whole[6:8])]
-    with pytest.raises(TypeError, match="temprature"):
-        model.generate(PROMPTS[0], temprature=1.0)
+    for wrong, meant in (("temprature", "temperature"), ("max_tokens", "max_new_tokens")):
+        with pytest.raises(TypeError, match=f"no keyword {wrong}; did you mean {meant}"):
+            model.generate(PROMPTS[0], **{wrong: 1})
+    for prompt in (None, 5, torch.tensor([1, 2]), [{"content": "no role"}]):
+        with pytest.raises(TypeError, match="a prompt is a text, messages with a role each, or token ids"):
+            model.generate(prompt)
     with pytest.raises(ValueError, match="top_p=2"):
         model.stream(PROMPTS[0], top_p=2.0)
     with pytest.raises(ValueError, match="the prompt is empty"):

@@ -10,6 +10,7 @@ import pytest
 from outrider.calibration.fit import Scaling
 from outrider.checkpoints.checkpoint import read_metadata
 from outrider.cli.calibrate import _digest
+from outrider.target.hub import EMBEDDED_ID
 from tests.toys.command_line import Run
 from tests.toys.dialects import released_medusa
 from tests.toys.shipped import tasks_file, trained
@@ -31,6 +32,12 @@ def test_rounds_sweep_and_export(run: Run, toy: Path, tmp_path: Path) -> None:
     assert read_metadata(drafter)["calibration"] == stored and (tmp_path / "r.npz").read_bytes() == written
     refused = run(*command, "--max-new-tokens", 31, *files)
     assert refused[0] == 2 and "was collected with settings" in refused[2]
+
+
+def test_the_package_s_own_drafter_is_not_calibrated_in_place(run: Run, tmp_path: Path) -> None:
+    command = ("calibrate", "--target", EMBEDDED_ID, "--drafter", "smollm2-135m-dspark", "--tasks", "eval_math")
+    status, _, errors = run(*command)
+    assert status == 2 and "came with the package: copy it" in errors
 
 
 def test_worse_temperatures_are_not_stored(

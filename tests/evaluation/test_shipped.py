@@ -154,6 +154,17 @@ def test_fit_tasks_and_tasks_are_kept_apart(run: Run, toy: Path, tmp_path: Path)
     assert found["measured_rounds"] > found["fit_rounds"] and found["sampling"]["temperature"] == 1
 
 
+def test_a_prompt_that_does_not_fit_is_named_before_anything_is_decoded(
+    run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.evaluation.evaluate.decode_turns", None)
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "b", "word " * 400)))
+    command = ("eval", "--target", toy / "target", "--drafter", "ngram", "--tasks", prompts, "--out", tmp_path / "out")
+    status, _, errors = run(*command, "--draft-length", 2)
+    assert status == 2 and "mine, prompt 3 (" in errors and "shorten the prompt" in errors
+
+
 def test_a_checkpoint_serves_its_temperatures() -> None:
     drafter = DSpark(toy_config())
     temperatures = [1.0, 2.0, 0.5, 3.0]

@@ -208,6 +208,19 @@ def test_a_policy_decides_with_it() -> None:
     assert PrefixScheduler(profile_of(cells_of(staircase))).lengths(view).tolist() == [5, 1]
 
 
+def test_rows_of_prompts_are_priced_without_logits() -> None:
+    """As the cells of one request have them: those of several have a logit row for every token."""
+
+    def cost(requests: float, tokens: float, context: float) -> float:
+        return linear(requests, tokens, context) + 0.004 * (requests > 1) * tokens
+
+    profile = profile_of(cells_of(cost))
+    rows = np.array([4, 6])
+    beside = profile.verify_seconds(rows + 10, 4, 64, prompt_tokens=10)
+    assert beside == pytest.approx(profile.verify_seconds(rows, 4, 64) + 10 * 0.0005)
+    assert (beside < profile.verify_seconds(rows + 10, 4, 64) - 0.03).all()
+
+
 def learned_from(plain: float, drafts: float, steps: int, requests: int = 4) -> LearnedCost:
     """Steps that take so many times what is predicted, without drafts and with two."""
     cost = LearnedCost(SpsTable([1.0] * 8 + [0.5]))

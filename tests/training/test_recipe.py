@@ -146,6 +146,10 @@ def test_mistakes_in_the_file_name_the_field(tmp_path: Path, text: str, message:
 
 
 def test_a_missing_recipe_says_where_recipes_are(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "recipe.yaml").write_text("")
+    with pytest.raises(ValueError, match=r"mine is a directory: give .*recipe\.yaml"):
+        load_recipe(tmp_path / "mine")
     with pytest.raises(ValueError, match=r"no recipe .*nope\.yaml: there is no such file; .*outrider recipe lists"):
         load_recipe(tmp_path / "nope.yaml")
     (tmp_path / "recipe.yaml").touch()

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outrider.utils.packaged import packaged
+from outrider.utils.packaged import name_of, packaged
 from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ def require_directory(choice: str, target: str) -> Path:
     """The directory of a trained drafter.
 
     Raises:
-        ValueError: there is none, or this choice has none.
+        ValueError: there is none, this choice has none, or it is the package's own.
     """
     found = require_drafter(choice, target)
     if found.directory is None:
@@ -351,6 +351,11 @@ def require_directory(choice: str, target: str) -> Path:
         raise ValueError(
             f"--drafter {choice} is {found.where}, made for {found.base}: copy it (cp -r {found.where} mine) and give "
             f"--drafter mine, or what is found for {target} would be stored in it."
+        )
+    if name_of(found.directory) != str(found.directory):
+        raise ValueError(
+            f"--drafter {choice} came with the package: copy it (outrider package {choice} --out mine) and give "
+            "--drafter mine, or what is found would be stored in the package."
         )
     return found.directory
 

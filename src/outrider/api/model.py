@@ -12,8 +12,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cached_property
+from inspect import signature
 from numbers import Integral
 from operator import itemgetter
 from pathlib import Path
@@ -82,6 +84,9 @@ class Response:
 
     def __str__(self) -> str:
         return self.text
+
+
+_SAMPLING = [field.name for field in fields(SamplingParams)]
 
 
 @dataclass(frozen=True, repr=False)
@@ -259,7 +264,16 @@ class Model:
         trace: bool = False,
         **sampling: Any,
     ) -> Request:
+        if unknown := next((name for name in sampling if name not in _SAMPLING), None):
+            near = get_close_matches(unknown, [*_SAMPLING, *signature(self._request).parameters], n=1)
+            hint = f"did you mean {near[0]}?" if near else "see outrider.Model for those that there are."
+            raise TypeError(f"there is no keyword {unknown}; {hint}")
         params = SamplingParams(**sampling)
+        if not _is_prompt(prompt):
+            raise TypeError(
+                "a prompt is a text, messages with a role each, or token ids, not "
+                f"{type(prompt).__name__} {prompt!r:.80}"
+            )
         rules = StopRules(max_new_tokens, stop_strings=(stop,) if isinstance(stop, str) else tuple(stop))
         tokenizer = self.target.tokenizer
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Integral):
@@ -396,9 +410,20 @@ def _library(target: Target, files: Sequence[str | Path], responses: int) -> Lib
     return Library(documents, responses)
 
 
-def _is_batch(prompt: Sequence[Any]) -> bool:
+def _is_batch(prompt: Any) -> bool:
     """Whether these are several prompts: neither a text, nor messages, nor token ids."""
-    return not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], (Integral, dict)))
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return False
+    return not (prompt and isinstance(prompt[0], (Integral, dict)))
+
+
+def _is_prompt(prompt: Any) -> bool:
+    """Whether it is a text, messages, or token ids."""
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, Sequence):
+        return False
+    return all(isinstance(one, Integral) or (isinstance(one, Mapping) and "role" in one) for one in prompt)
 
 
 def _pageable(target: Target) -> bool:

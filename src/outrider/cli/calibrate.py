@@ -85,6 +85,7 @@ def calibrate_command(
     config = TaskSettings(max_samples, max_new_tokens, params, thinking=thinking)
     check_outputs(export_sglang, files=[plot, sweep, rounds])
     directory = require_directory(drafter, target)
+    check_outputs(directory)
     checkpoint = load_checkpoint(directory, num_target_layers=count_layers(target))
     _check(checkpoint, directory, about_confidences=any((fit_tasks, plot, rounds, sweep, export_sglang)))
     measured, fitted = split_names(tasks), split_names(fit_tasks) if fit_tasks else []

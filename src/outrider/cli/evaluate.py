@@ -241,7 +241,9 @@ def _how_to_train(choice: DrafterChoice, target: str, faster: Sequence[str], *, 
             return command
         optimizer = read_metadata(choice.directory)["recipe"]["optimizer"]
         longer = "epochs" if "epochs" in optimizer else "steps"
-        return f"{command} optimizer.{longer}={2 * optimizer[longer]}"
+        run = next(above for above in choice.directory.parents if above.parent.resolve() == planned.parent.resolve())
+        start, out = shlex.quote(str(choice.directory)), shlex.quote(f"{run}-longer")
+        return f"{command} start_from={start} out={out} optimizer.{longer}={2 * optimizer[longer]}"
     directories = [option.removeprefix("--drafter ") for option in faster if option != "--drafter ngram"]
     if choice.directory is not None and not directories:
         directories = [shlex.quote(name_of(choice.directory))]
@@ -533,6 +535,9 @@ def doctor(
     set_up(threads)
     console = Terminal()
     drafter = None if drafter is None else packaged(drafter, "models")
+    for place, path in (("--drafter", drafter), ("--data", data)):
+        if path is not None and not path.exists():
+            raise ValueError(f"{place} {path}: there is nothing of that name.")
     if dry_run:
         from outrider.cli.dry_run import measured_target, measurements, of_doctor
 

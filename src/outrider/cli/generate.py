@@ -103,14 +103,16 @@ def generate_command(
         "confidence_threshold": confidence_threshold,
     }
     chunks = []
-    for chunk in model.stream(prompt, **options, typical=lossy, trace=trace is not None):
-        chunks.append(chunk)
-        if show_rounds:
-            console.print(coloured(chunk, model.target), end="")
-        else:
-            sys.stdout.write(printable(chunk.text) if sys.stdout.isatty() else chunk.text)
-            sys.stdout.flush()
-    print(flush=True)
+    try:
+        for chunk in model.stream(prompt, **options, typical=lossy, trace=trace is not None):
+            chunks.append(chunk)
+            if show_rounds:
+                console.print(coloured(chunk, model.target), end="")
+            else:
+                sys.stdout.write(printable(chunk.text) if sys.stdout.isatty() else chunk.text)
+                sys.stdout.flush()
+    finally:  # also behind Ctrl-C, so that the shell's prompt is on a line of its own
+        print(flush=True)
     if temperature > 0:
         used += f"; seed {chunks[-1].seed}"
     summary(chunks, used, errors, with_legend=show_rounds)

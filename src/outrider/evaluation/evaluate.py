@@ -24,7 +24,7 @@ from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings, load_tasks
 from outrider.decoding.drafting import Experience
 from outrider.decoding.generate import Generation, acceptance, generate
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import StopRules, check_prompt
 from outrider.drafters.base import Drafter
 from outrider.evaluation.results import DrafterInfo, Results, TaskResult
 from outrider.sampling import PositionNoise, SamplingParams, at_least_float32, warp
@@ -88,11 +88,12 @@ def evaluate(
         typical: lossy acceptance, which may change the output; the results say so.
 
     Raises:
-        ValueError: a task file is missing or malformed, or has the name of another.
+        ValueError: a task file is missing or malformed, has the name of another, or a prompt that does not fit.
     """
     policy = policy or FixedPolicy()
     decode = partial(decode_turns, target, drafter, policy=policy, gate=gate, typical=typical)
     loaded = load_tasks(tasks, settings.max_samples)
+    _check_lengths(loaded, target, settings.thinking)
     warm_up = replace(settings, max_new_tokens=min(_WARM_UP_TOKENS, settings.max_new_tokens))
     for flip in (False, True):
         decode(loaded[0][1][0], settings=warm_up, flip=flip)
@@ -135,6 +136,22 @@ def evaluate(
 def prompts_digest(prompts: Sequence[Conversation]) -> str:
     """SHA-256 of the prompts' contents; the name of their file does not count."""
     return hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True).encode()).hexdigest()
+
+
+def _check_lengths(loaded: Sequence[tuple[str, Sequence[Conversation]]], target: Target, thinking: bool) -> None:
+    """Whether the first turn of every prompt fits the target, before anything is decoded.
+
+    Raises:
+        ValueError: naming the prompt by its place among the prompts of its task.
+    """
+    assert target.tokenizer is not None
+    for name, prompts in loaded:
+        for number, prompt in enumerate(prompts, start=1):
+            try:
+                turns = prompt.turns[:1]
+                check_prompt(target, render(target.tokenizer, turns, [], tools=prompt.tools, thinking=thinking))
+            except ValueError as error:
+                raise ValueError(f"{name}, prompt {number} ({prompt.id}): {error}") from error
 
 
 def decode_turns(

@@ -40,8 +40,8 @@ from outrider.utils.files import invalid_fields
 class Machine(StepCost, Protocol):
     """A step cost with the parts of `seconds`, which is their sum."""
 
-    def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
-        """Seconds of target forwards of `tokens_N` rows in all, [N]."""
+    def verify_seconds(self, tokens_N: Ints, requests: int, context: float, prompt_tokens: int = 0) -> Floats:
+        """Seconds of target forwards of `tokens_N` rows in all, [N], `prompt_tokens` of prompts among them."""
         ...
 
     def other_seconds(self, requests: int, verified_N: Ints) -> Floats:
@@ -72,8 +72,8 @@ class Scaled:
     def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
         return self.draft * self.machine.draft_seconds(drafting, depth)
 
-    def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
-        return self.verify * self.machine.verify_seconds(tokens_N, requests, context)
+    def verify_seconds(self, tokens_N: Ints, requests: int, context: float, prompt_tokens: int = 0) -> Floats:
+        return self.verify * self.machine.verify_seconds(tokens_N, requests, context, prompt_tokens=prompt_tokens)
 
     def other_seconds(self, requests: int, verified_N: Ints) -> Floats:
         return self.machine.other_seconds(requests, verified_N)
@@ -116,7 +116,7 @@ class TableMachine(BaseModel):
             return seconds[drafting]
         return seconds[last] + (drafting - last) * (seconds[last] - seconds[last - 1])
 
-    def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+    def verify_seconds(self, tokens_N: Ints, requests: int, context: float, prompt_tokens: int = 0) -> Floats:
         return self.forward.seconds(tokens_N, requests, context)
 
     def other_seconds(self, requests: int, verified_N: Ints) -> Floats:
@@ -390,7 +390,7 @@ class SimulatedEngine:
         requests, prefill = len(plan.work), sum(work.prefill for work in plan.work)
         tokens = prefill + len(outputs) + counts["admitted"]
         draft = self.machine.draft_seconds(counts["drafting"], max(counts["depth"], 1))
-        verify = float(self.machine.verify_seconds(np.array([tokens]), requests, context)[0])
+        verify = float(self.machine.verify_seconds(np.array([tokens]), requests, context, prompt_tokens=prefill)[0])
         other = float(self.machine.other_seconds(requests, np.array([counts["admitted"]]))[0])
         return StepRecord(
             seconds=draft + verify + other,

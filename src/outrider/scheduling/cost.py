@@ -438,9 +438,17 @@ class Profile(BaseModel):
         """See `StepCost`."""
         return self.verify_seconds(tokens_N, requests, context) + self.other_seconds(requests, tokens_N - requests)
 
-    def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
-        """Target forwards [N] of `tokens_N` tokens, those of prefill chunks included."""
-        return self.table.seconds(tokens_N, requests, context)
+    def verify_seconds(self, tokens_N: Ints, requests: int, context: float, prompt_tokens: int = 0) -> Floats:
+        """Target forwards [N] of `tokens_N` tokens, `prompt_tokens` of prefill chunks among them.
+
+        Rows of prompts have no logits. The cells of one request do not have them either, beyond its drafts; those of
+        several requests have a logit row for every token.
+        """
+        seconds_N = self.table.seconds(tokens_N - prompt_tokens, requests, context)
+        if prompt_tokens:
+            without, with_prompt = self.table.seconds(np.array([1, 1 + prompt_tokens]), 1, context)
+            seconds_N = seconds_N + (with_prompt - without)
+        return seconds_N
 
     def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
         """Reading, and a block of `depth` tokens (None: gamma), for each of `drafting` requests."""

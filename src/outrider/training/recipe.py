@@ -282,6 +282,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         ValueError: unreadable YAML, unknown or invalid fields, or a malformed override.
     """
     path = packaged(path, "recipes")
+    if path.is_dir() and (path / "recipe.yaml").is_file():
+        raise ValueError(f"{path} is a directory: give {path / 'recipe.yaml'}.")
     if not path.is_file():
         near = get_close_matches(path.name, [file.name for file in path.parent.glob("*.y*ml")], 1)
         hint = f"did you mean {path.parent / near[0]}?" if near else "give one, or a recipe that outrider recipe lists."

@@ -82,6 +82,12 @@ def dialect_of(raw: Mapping[str, Any], where: object) -> Dialect:
     for dialect in dialects():
         if dialect.reads(raw):
             return dialect
+    if named and named[0].endswith(("ForCausalLM", "ForConditionalGeneration")):
+        raise UnknownDialect(
+            f"{where}: architectures {named} is not a drafter dialect Outrider reads but a language model's; "
+            "--drafter lm:DIRECTORY drafts with one.",
+            raw,
+        )
     known = ", ".join(f"{dialect.spelling} ({dialect.name})" for dialect in dialects())
     raise UnknownDialect(
         f"{where}: architectures {named or []} is not a drafter dialect Outrider reads. Known: {known}.", raw
