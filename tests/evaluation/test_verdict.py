@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import outrider.evaluation.evaluate as evaluate
+from outrider.api.drafter import DrafterChoice
+from outrider.cli.evaluate import _how_to_train
 from outrider.evaluation.verdict import (
     Speedup,
     comparison_verdict,
@@ -265,3 +268,14 @@ def test_a_tie_is_as_wide_as_the_type_is_coarse(
     target = cast(Target, SimpleNamespace(dtype=dtype))
     assert evaluate.compare_greedy(target, [5, 6], [7, 0, 2], [7, 1, 2]) == verdict
     assert asked == [[5, 6, 7]]
+
+
+@pytest.mark.parametrize(("place", "out"), [("run/best", "run-longer"), ("copied", "copied-longer")])
+def test_a_longer_training_goes_on_from_this_drafter_elsewhere(tmp_path: Path, place: str, out: str) -> None:
+    """A run's own directory refuses a recipe with other steps."""
+    drafter, recipe = tmp_path / place, tmp_path / "recipe.yaml"
+    drafter.mkdir(parents=True)
+    recipe.touch()
+    (drafter / "outrider.json").write_text('{"format": 1, "recipe": {"optimizer": {"steps": 20}}}')
+    command = _how_to_train(DrafterChoice("directory", str(drafter)), "t", [], tasks=str(tmp_path / "test.jsonl"))
+    assert command == f"outrider train {recipe} start_from={drafter} out={tmp_path / out} optimizer.steps=40"

@@ -19,7 +19,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -273,7 +273,7 @@ class _Calibration(BaseModel):
     estimator: _Estimator | None = None
 
     @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def _complete(self) -> _Calibration:
         if self.estimator is not None and len(self.estimator.biases) != len(self.temperatures):
             raise ValueError(
                 f"the estimator has {len(self.estimator.biases)} biases for {len(self.temperatures)} positions"

@@ -241,7 +241,8 @@ def _how_to_train(choice: DrafterChoice, target: str, faster: Sequence[str], *, 
             return command
         optimizer = read_metadata(choice.directory)["recipe"]["optimizer"]
         longer = "epochs" if "epochs" in optimizer else "steps"
-        run = next(above for above in choice.directory.parents if above.parent.resolve() == planned.parent.resolve())
+        places = (choice.directory, *choice.directory.parents)
+        run = next(place for place in places if place.parent.resolve() == planned.parent.resolve())
         start, out = shlex.quote(str(choice.directory)), shlex.quote(f"{run}-longer")
         return f"{command} start_from={start} out={out} optimizer.{longer}={2 * optimizer[longer]}"
     directories = [option.removeprefix("--drafter ") for option in faster if option != "--drafter ngram"]

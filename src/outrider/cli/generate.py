@@ -111,8 +111,10 @@ def generate_command(
             else:
                 sys.stdout.write(printable(chunk.text) if sys.stdout.isatty() else chunk.text)
                 sys.stdout.flush()
-    finally:  # also behind Ctrl-C, so that the shell's prompt is on a line of its own
-        print(flush=True)
+    except KeyboardInterrupt:
+        print(flush=True)  # the shell's prompt gets a line of its own
+        raise
+    print(flush=True)
     if temperature > 0:
         used += f"; seed {chunks[-1].seed}"
     summary(chunks, used, errors, with_legend=show_rounds)
