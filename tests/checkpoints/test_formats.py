@@ -230,9 +230,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "config not JSON": (set_file("config.json", b"{oops"), r"config.json: not valid JSON"),
     "config not a mapping": (set_file("config.json", b"[1, 2]"), r"config.json: .*mapping"),
     "other dialect": (
-        set_config(architectures=["LlamaForCausalLM"]),
-        r"Llama.*DFlashDraftModel \(z-lab\), .*Qwen3DSpark",
+        set_config(architectures=["Unheard"]),
+        r"Unheard.*DFlashDraftModel \(z-lab\), .*Qwen3DSpark",
     ),
+    "a language model": (set_config(architectures=["LlamaForCausalLM"]), "language model's; --drafter lm:DIRECTORY"),
     "no architectures": (set_config(architectures=None), "not a drafter dialect"),
     "missing backbone field": (set_config(intermediate_size=None), "DeepSpec dialect needs .*'intermediate_size'"),
     "missing mask token": (set_config(mask_token_id=None), "DeepSpec dialect needs .*'mask_token_id'"),

@@ -157,7 +157,7 @@ def test_fit_tasks_and_tasks_are_kept_apart(run: Run, toy: Path, tmp_path: Path)
 def test_a_prompt_that_does_not_fit_is_named_before_anything_is_decoded(
     run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.evaluation.evaluate.decode_turns", None)
+    monkeypatch.setattr("outrider.evaluation.evaluate.decode_turns", lambda *_, **__: pytest.fail("decoded"))
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "b", "word " * 400)))
     command = ("eval", "--target", toy / "target", "--drafter", "ngram", "--tasks", prompts, "--out", tmp_path / "out")
@@ -267,7 +267,7 @@ def test_package_writes_a_card_of_what_was_measured(run: Run, toy: Path, tmp_pat
     assert "--tasks chat.jsonl --max-new-tokens 8 --confidence-threshold 0.25 --temperature 0.0" in body
     warned = next((line for line in body.splitlines() if "Slower than plain decoding" in line), "")
     for temperature, result in ((0.0, results[0]), (1.0, results[1])):
-        assert (f"chat (temperature {temperature})" in warned) == (result.tasks[0].speedup < 1)
+        assert (f"chat (temperature {temperature:g}, " in warned) == (result.tasks[0].speedup < 1)
     assert "licence applies" in body and "## Confidences" not in body
     assert str(tmp_path) not in card and str(toy) not in card, "no paths of this machine"
     generated = run("generate", "hi", "--target", toy / "target", "--max-new-tokens", 4)

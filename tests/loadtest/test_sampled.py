@@ -265,7 +265,7 @@ def test_the_real_model_under_a_mixture(smollm: Target, tmp_path: Path, monkeypa
         found = run.invoke(app, [*map(str, command), *more, "--out", str(out)], env={"COLUMNS": "200"})
         assert found.exit_code == 0, (found.output, found.exception)
         frontier = Frontier.load(out / "frontier.json")
-        assert "calibrated at temperature 0, requests are sampled at 0, 1" in found.output
+        assert "were calibrated at temperature" not in found.output, "the packaged drafter was, at both"
         assert frontier.settings["traffic"] == {"temperatures": [0.0, 1.0], "top_p": 0.95, "coupled": bool(more)}
         points = Journal(out, json.loads((out / "settings.json").read_text())).points
         assert len(points) == 2 and [p.metrics.requests for p in points] == [4, 4]
