@@ -10,7 +10,7 @@ frontier.json      outrider bench, simulate       other files are passed over
 validation.json    outrider simulate --validate
 draft_cost.json    outrider bench-drafters
 any name           outrider profile, calibrate --sweep, generate --trace, an answer of outrider serve with traces
-outrider.json      the calibration in it, of greedy requests if there are two
+outrider.json      the calibrations in it: of greedy requests, of sampled ones, or both
 metrics.jsonl      outrider train
 
 A summary comes first, then a section for each file, then what is needed to measure the same again. Pictures are those
@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, singledispatch
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -117,18 +118,19 @@ class Kind:
     Args:
         heading: of its sections.
         fields: of a mapping that is one; of a list, those of its first entry; empty: its name alone tells.
+        read: gives the content of each of its sections.
         name: files of this name must be one.
     """
 
     heading: str
     fields: frozenset[str]
-    read: Callable[[Path], Any]
+    read: Callable[[Path], list[Any]]
     name: str = ""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file of a report. `content` is what `kind.read` gives."""
+    """One section's part of a file. `content` is one of those that `kind.read` gives."""
 
     kind: Kind
     path: Path
@@ -162,15 +164,11 @@ def _sweep(path: Path) -> list[SweepPoint]:
     return found
 
 
-def _calibration(path: Path) -> Calibration:
+def _calibrations(path: Path) -> list[Calibration]:
+    """One of a file of its own, or those that an outrider.json holds."""
     raw = read_mapping(path)
-    found: Calibration = _validated(path, Calibration, _stored(raw) or raw, what="a calibration")
-    return found
-
-
-def _stored(metadata: Mapping[str, Any]) -> Any:
-    """The calibration in an outrider.json: that of greedy requests, else that of sampled ones, else None."""
-    return metadata.get(CALIBRATION) or metadata.get(SAMPLED_CALIBRATION)
+    stored = [raw[name] for name in (CALIBRATION, SAMPLED_CALIBRATION) if raw.get(name)]
+    return [_validated(path, Calibration, found, what="a calibration") for found in stored or [raw]]
 
 
 def _training(path: Path) -> Training:
@@ -194,17 +192,22 @@ def _answer(path: Path) -> Answer:
     return Answer(str(raw.get("model", "")), traces, metrics | settings, machine=recorded, versions=versions)
 
 
+def _one(read: Callable[[Path], Any]) -> Callable[[Path], list[Any]]:
+    """What reads files that are of one section."""
+    return lambda path: [read(path)]
+
+
 KINDS = (
-    Kind("Drafters compared", frozenset({"conditions", "groups"}), load_comparison, name="comparison.json"),
-    Kind("Evaluation", frozenset({"tasks", "drafter", "settings"}), _results, name="results.json"),
-    Kind("Load", frozenset({"arrivals", "points"}), _frontier, name="frontier.json"),
-    Kind("Simulated load", frozenset({"points", "worst"}), load_validation, name="validation.json"),
-    Kind("Cost of a draft", frozenset({"drafters", "context", "repeats"}), load_costs, name="draft_cost.json"),
-    Kind("Cost of a step", frozenset({"setting", "cells", "fit"}), Profile.load),
-    Kind("Calibration", frozenset({"temperatures", "before", "after"}), _calibration),
-    Kind("Thresholds", frozenset({"threshold", "tokens_per_step"}), _sweep),
-    Kind("Training", frozenset(), _training, name="metrics.jsonl"),
-    Kind("Generation", frozenset({"choices", "object"}), _answer),
+    Kind("Drafters compared", frozenset({"conditions", "groups"}), _one(load_comparison), name="comparison.json"),
+    Kind("Evaluation", frozenset({"tasks", "drafter", "settings"}), _one(_results), name="results.json"),
+    Kind("Load", frozenset({"arrivals", "points"}), _one(_frontier), name="frontier.json"),
+    Kind("Simulated load", frozenset({"points", "worst"}), _one(load_validation), name="validation.json"),
+    Kind("Cost of a draft", frozenset({"drafters", "context", "repeats"}), _one(load_costs), name="draft_cost.json"),
+    Kind("Cost of a step", frozenset({"setting", "cells", "fit"}), _one(Profile.load)),
+    Kind("Calibration", frozenset({"temperatures", "before", "after"}), _calibrations),
+    Kind("Thresholds", frozenset({"threshold", "tokens_per_step"}), _one(_sweep)),
+    Kind("Training", frozenset(), _one(_training), name="metrics.jsonl"),
+    Kind("Generation", frozenset({"choices", "object"}), _one(_answer)),
 )
 
 
@@ -214,19 +217,21 @@ def find_sources(places: Sequence[Path]) -> list[Source]:
     Raises:
         ValueError: nothing is there, nothing of it belongs into a report, or a file is damaged; the message names it.
     """
-    found: dict[Path, Source] = {}
+    found: dict[Path, list[Source]] = {}
     for place in places:
         if not place.exists():
             raise ValueError(f"no file or directory {place}.")
         for path in [place] if place.is_file() else list(_files(place)):
             if path.resolve() not in found and (kind := _kind_of(path, asked=path == place)) is not None:
-                found[path.resolve()] = Source(kind, path, kind.read(path), sha256=file_sha256(path))
+                sha256 = file_sha256(path)
+                found[path.resolve()] = [Source(kind, path, content, sha256) for content in kind.read(path)]
     if not found:
         raise ValueError(
             f"{', '.join(map(str, places))}: nothing that a report is made of. Give directories that outrider eval, "
             "compare, bench, simulate, calibrate, profile or train wrote, or saved answers with traces."
         )
-    return sorted(found.values(), key=lambda source: (KINDS.index(source.kind), str(source.path)))
+    sources = chain.from_iterable(found.values())
+    return sorted(sources, key=lambda source: (KINDS.index(source.kind), str(source.path)))
 
 
 def _files(top: Path) -> Iterator[Path]:
@@ -253,7 +258,7 @@ def _kind_of(path: Path, asked: bool) -> Kind | None:
         if isinstance(content, list) and content:
             content = content[0]
         if isinstance(content, dict) and path.name == "outrider.json":
-            content = _stored(content)
+            content = content.get(CALIBRATION) or content.get(SAMPLED_CALIBRATION)
         for kind in KINDS:
             if isinstance(content, dict) and kind.fields and kind.fields <= content.keys():
                 return kind
@@ -483,6 +488,7 @@ def _(content: Profile) -> Section:
 @describe.register
 def _(content: Calibration) -> Section:
     before, after = (sum(quality.ece) / len(quality.ece) for quality in (content.before, content.after))
+    whose = "sampled" if content.sampling.get("temperature") else "greedy"
     facts = f"fitted on {', '.join(content.fitted_on)}", f"measured on {', '.join(content.measured_on)}"
     pictures = [drawn(partial(evaluated.plot_calibration, content, facts=facts), "Calibration error by draft position")]
     if content.after.reliability:
@@ -494,7 +500,7 @@ def _(content: Calibration) -> Section:
             ),
         )
     return Section(
-        f"confidences on {', '.join(content.measured_on)}",
+        f"confidences of {whose} requests on {', '.join(content.measured_on)}",
         [f"Mean error of the survival over all positions: {before:.3f} before, {after:.3f} after."],
         pictures,
         tables=[Figures("Survival to position k against what was accepted", calibration_rows(content))],

@@ -221,7 +221,7 @@ def noted(template: str | None, thinking: bool) -> list[str]:
     return Chat("toy", tokenizer, frozenset(), vocab_size=300, max_context=64).notes(thinking)
 
 
-def test_no_template_and_thinking_switched_off_are_said() -> None:
+def test_no_template_and_what_becomes_of_thinking_are_said() -> None:
     assert noted(None, False) == ["toy has no chat template: prompts are continued as plain text"]
     switch = CHAT_TEMPLATE + "{% if CONDITION %}<think></think>{% endif %}"
     on_by_default = switch.replace("CONDITION", "enable_thinking is defined and not enable_thinking")
@@ -230,6 +230,10 @@ def test_no_template_and_thinking_switched_off_are_said() -> None:
         "toy thinks by default and is asked not to here; --thinking (data.thinking) asks for it"
     ]
     assert noted(on_by_default, True) == noted(off_by_default, False) == noted(CHAT_TEMPLATE, False) == []
+    assert noted(off_by_default, True) == []
+    assert noted(CHAT_TEMPLATE.replace("enable_thinking", "other"), True) == [
+        "the chat template of toy has no switch for thinking: asking for it changes nothing"
+    ]
     assert noted("{{ raise_exception('no') }}", False) == [], "the prompts' own error says more"
 
 

@@ -20,7 +20,7 @@ from outrider.data.sources import TaskSettings
 from outrider.evaluation.report import speedups
 from outrider.evaluation.results import Results
 from outrider.evaluation.verdict import pooled
-from outrider.report import find_sources
+from outrider.report import find_sources, render
 from outrider.sampling import SamplingParams
 from outrider.utils.files import file_sha256
 from tests.toys.browser import browsing
@@ -161,17 +161,18 @@ def test_a_report_is_one_file_that_loads_nothing(page: Path, answer: dict[str, A
     assert HOSTILE not in html
 
 
-def test_the_calibration_of_a_drafter_is_found_in_its_metadata(tmp_path: Path) -> None:
-    """That of greedy requests, or the one that is there."""
-    fitted = calibrated().model_dump(mode="json")
-    greedy = {**fitted, "fit_rounds": 7}
-    for stored, rounds in (
-        ({"calibration": greedy, "calibration_sampled": fitted}, 7),
-        ({"calibration_sampled": fitted}, 100),
-    ):
-        (tmp_path / "outrider.json").write_text(json.dumps(stored))
-        (found,) = find_sources([tmp_path])
-        assert found.kind.heading == "Calibration" and found.content.fit_rounds == rounds
+def test_both_calibrations_of_a_drafter_are_shown(tmp_path: Path) -> None:
+    """Those of greedy and of sampled requests, each in a section that says whose it is, or the one that is there."""
+    sampled = calibrated().model_dump(mode="json")
+    greedy = {**sampled, "fit_rounds": 7, "sampling": {"temperature": 0.0}}
+    (tmp_path / "outrider.json").write_text(json.dumps({"calibration": greedy, "calibration_sampled": sampled}))
+    both = find_sources([tmp_path])
+    assert [source.content.fit_rounds for source in both] == [7, 100]
+    html = render(both, "Both")
+    assert all(f"confidences of {whose} requests on toy" in html for whose in ("greedy", "sampled"))
+    (tmp_path / "outrider.json").write_text(json.dumps({"calibration_sampled": sampled}))
+    (found,) = find_sources([tmp_path])
+    assert found.kind.heading == "Calibration" and found.content.fit_rounds == 100
 
 
 def test_a_traced_generation_is_in_the_report(run: Run, toy: Path, tmp_path: Path) -> None:

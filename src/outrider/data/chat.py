@@ -154,7 +154,7 @@ class Chat:
         return hashlib.sha256(template_of(self.tokenizer).encode()).hexdigest()
 
     def notes(self, thinking: bool) -> list[str]:
-        """What a user should know of how prompts are rendered, a line each: no template, thinking switched off."""
+        """What a user should know of how prompts are rendered, a line each: no template, what thinking becomes."""
         if self.tokenizer.chat_template is None:
             return [f"{self.name} has no chat template: prompts are continued as plain text"]
         messages = [{"role": "user", "content": "Hello"}]
@@ -168,6 +168,8 @@ class Chat:
             return []  # it wants other roles than this one; what the prompts' own roles lack is said with them
         if not thinking and default == on != off:
             return [f"{self.name} thinks by default and is asked not to here; --thinking (data.thinking) asks for it"]
+        if thinking and on == off:
+            return [f"the chat template of {self.name} has no switch for thinking: asking for it changes nothing"]
         return []
 
     def prompts(self, conversation: Conversation, replies: Sequence[Reply], thinking: bool) -> list[list[int]]:
