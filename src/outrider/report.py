@@ -224,7 +224,7 @@ def find_sources(places: Sequence[Path]) -> list[Source]:
         for path in [place] if place.is_file() else list(_files(place)):
             if path.resolve() not in found and (kind := _kind_of(path, asked=path == place)) is not None:
                 sha256 = file_sha256(path)
-                found[path.resolve()] = [Source(kind, path, content, sha256) for content in kind.read(path)]
+                found[path.resolve()] = [Source(kind, path, content, sha256=sha256) for content in kind.read(path)]
     if not found:
         raise ValueError(
             f"{', '.join(map(str, places))}: nothing that a report is made of. Give directories that outrider eval, "

@@ -24,7 +24,7 @@ from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import Eagle3Dialect
 from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.checkpoints.dialects.speculators import Speculators
-from outrider.checkpoints.dialects.zlab import LiLiCorrDialect, SpecForgeDomino, ZLab, ZLab2
+from outrider.checkpoints.dialects.zlab import JetSpecDialect, LiLiCorrDialect, SpecForgeDomino, ZLab, ZLab2
 from outrider.drafters.registry import method_of
 from tests.toys.dialects import (
     FACTS,
@@ -70,6 +70,10 @@ CASES: list[tuple[Dialect, str, str, Change]] = [
         for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)
     ],
     (LiLiCorrDialect(), "lilicorr", "", {"conv_kernel_size": 2, "conv_group_size": 8, "lilicorr_hidden_size": 0}),
+    *[
+        (JetSpecDialect(), "jetspec", own, change)
+        for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)
+    ],
     *[(DeepSpec(), "dspark", "", change) for change in [*BLOCKS, *HEADS]],
     *[(ZLab(), "dflash", "", change) for change in [*CAUSAL, {"is_causal": True}]],
     (ZLab2(), "dflash2", "", CAUSAL[1]),
@@ -118,7 +122,7 @@ def test_a_round_trip_keeps_every_field_and_every_bit(tmp_path: Path, case: tupl
 
 
 @pytest.mark.parametrize(
-    "method", ["dflash", "dflash2", "domino", "dspark", "eagle3", "lilicorr", "medusa", "hydra", "mtp"]
+    "method", ["dflash", "dflash2", "domino", "dspark", "eagle3", "jetspec", "lilicorr", "medusa", "hydra", "mtp"]
 )
 def test_our_own_writing_keeps_heads_of_other_makers(tmp_path: Path, method: str) -> None:
     checkpoint = made(method, "embedding" if method in ("medusa", "hydra") else "head embedding")
@@ -275,6 +279,7 @@ REFUSED: list[tuple[Dialect, str, Change, str]] = [
         "'dflash_config.lilicorr_candidate_",
     ),
     (LiLiCorrDialect(), "lilicorr", {"dflash_config": {"lilicorr_enabled": False}}, "lilicorr_enabled is False"),
+    (JetSpecDialect(), "jetspec", {"is_causal": False}, "is_causal must be true: a JetSpec drafter without it is"),
     (ZLab(), "dflash", {"rope_theta": 1.0}, "rope_theta is 1.0; it must be 777, as in rope_parameters"),
     (ZLab(), "dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [3, 0]}}, "ascending"),
     (DeepSpec(), "dspark", {"markov_head_type": 3}, "markov_head_type is 3; it must be a string"),
@@ -300,6 +305,7 @@ def test_what_no_drafter_here_can_be_is_refused_by_name(
 
 
 UNWRITABLE: list[tuple[Dialect, str, str, Change, str]] = [
+    (JetSpecDialect(), "jetspec", "", CAPPED, "output_multiplier 0.5 and final_logit_softcapping 3.0 have no place"),
     (SpecForgeDomino(), "domino", "", CAPPED, "output_multiplier 0.5 and final_logit_softcapping 3.0 have no place"),
     (DeepSpec(), "dspark", "", CAPPED, "output_multiplier 0.5 and final_logit_softcapping 3.0 have no place"),
     (Speculators(), "dflash", "", CAPPED, "output_multiplier 0.5 and final_logit_softcapping 3.0 have no place"),
@@ -399,7 +405,7 @@ def test_a_damaged_draft_vocabulary(tmp_path: Path) -> None:
 REDUCED = [
     *[
         (dialect_for(method_of(name)), name)
-        for name in ("dflash", "dflash2", "domino", "dspark", "eagle3", "hydra", "lilicorr")
+        for name in ("dflash", "dflash2", "domino", "dspark", "eagle3", "hydra", "jetspec", "lilicorr")
     ],
     (Speculators(), "dspark"),
     (Eagle3Dialect(), "eagle3"),

@@ -21,6 +21,7 @@ from outrider.drafters.dflash_input import DFlashInputConfig
 from outrider.drafters.domino import DominoConfig
 from outrider.drafters.eagle3 import Eagle3Config
 from outrider.drafters.hydra import HydraConfig
+from outrider.drafters.jetspec import JetSpecConfig
 from outrider.drafters.lilicorr import LiLiCorrConfig
 from outrider.drafters.medusa import MedusaConfig
 from outrider.drafters.mtp import MTPConfig
@@ -79,6 +80,7 @@ SIZED: dict[str, tuple[type[DFlashConfig], dict[str, Any]]] = {
     "dflash_input": (DFlashInputConfig, {}),
     "dflash2": (DFlash2Config, DFLASH2_SIZES),
     "domino": (DominoConfig, DOMINO_SIZES),
+    "jetspec": (JetSpecConfig, {"is_causal": True}),
     "lilicorr": (LiLiCorrConfig, LILICORR_SIZES),
     "dspark_v4": (DSparkV4Config, V4_SIZES),
 }
@@ -110,7 +112,7 @@ def made(method: str, own: str = "", **changes: Any) -> Checkpoint:
     config = config_of(method, **{**heads, **changes})
     module = method_of(method).module(config)
     randomise(module)
-    if method in ("dflash", "dflash2", "dflash_input", "domino", "dspark", "dspark_v4", "eagle3", "lilicorr"):
+    if method in (*SIZED, "dflash", "dspark", "eagle3"):
         module.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0, 2.0][: len(config.target_layer_ids)]))
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(3))[:VD].sort().values
     rows = config.draft_vocab_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import torch
 
@@ -23,17 +24,18 @@ def compare(rows: int, vocab: int, softcap: float | None, dtype: torch.dtype, de
     argmax = z.argmax(-1)
     argmax[1::3] = 0
     argmax[2::3] = -1
-    weights = torch.rand(2, rows, generator=generator)
-    scalars = RowInputs(shift, capped.logsumexp(-1), labels, argmax, weights[0], weights[1])
-    scalars = RowInputs(*(values.to(device) for values in scalars))
+    weights = torch.rand(3, rows, generator=generator)
+    given = RowInputs(shift, capped.logsumexp(-1), labels, argmax, *weights)
+    whole = RowInputs(*(None if values is None else values.to(device) for values in given))
     worst = 0.0
-    for needs_grad in (False, True):
+    for needs_grad, scalars in product((False, True), (whole, whole._replace(kl_C=None))):
         found = []
         for reduce in (reduce_rows, objective_triton.reduce_rows_triton):
             z_CV, t_CV = z.to(device, dtype, copy=True), t.to(device, dtype, copy=True)
             outputs = reduce(z_CV, t_CV, scalars, softcap, needs_grad)
             assert 0 < outputs.agreement_C.sum() < rows
             results = [outputs.ce_C, outputs.distance_C, outputs.agreement_C]
+            results += [] if scalars.kl_C is None else [outputs.kl_C]
             found.append([x.double() for x in [*results, *([z_CV] if needs_grad else [])]])
         for expected, got in zip(*found, strict=True):
             worst = max(worst, ((expected - got).abs().max() / expected.abs().max()).item())

@@ -53,19 +53,23 @@ def dense(
     distance = (p_d - p_t).abs().sum(-1) + (1 - p_t.sum(-1))
     known = view.labels_N >= 0
     ce = -z.log_softmax(-1).gather(1, view.labels_N.clamp(min=0)[:, None])[:, 0] * known
+    kl = (p_t * (p_t.log() - z.log_softmax(-1))).sum(-1)
     label = (1 - distance / 2).detach()
     bce = F.binary_cross_entropy_with_logits(trained["confidence"], label, reduction="none")
-    return (w * (c.ce * ce + c.l1 * distance + c.confidence * bce)).sum() / w.sum()
+    return (w * (c.ce * ce + c.l1 * distance + c.kl * kl + c.confidence * bce)).sum() / w.sum()
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("scratch", [3, 64])
-def test_loss_and_gradients_equal_the_dense_formula(chunk: int, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kl", [0.0, 0.6])
+def test_loss_and_gradients_equal_the_dense_formula(
+    chunk: int, scratch: int, kl: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loss_module, "_FEWEST_ROWS", 1)
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk * 2 * VD * 8)
     monkeypatch.setattr(loss_module, "_SCRATCH_BYTES", scratch * VD * 4)
     trained, head, p_t, view = case()
-    config = ObjectiveConfig(ce=0.3, l1=0.9, confidence=0.7)
+    config = ObjectiveConfig(ce=0.3, l1=0.9, kl=kl, confidence=0.7)
     weights = torch.rand(N, dtype=torch.float64)
     ours = {k: v.clone().requires_grad_() for k, v in trained.items()}
     theirs = {k: v.clone().requires_grad_() for k, v in trained.items()}
@@ -119,16 +123,30 @@ def test_candidates_have_the_dense_loss_and_gradients(
         torch.testing.assert_close(ours[name].grad, theirs[name].grad, atol=1e-12, rtol=1e-10)
 
 
+def test_a_divergence_is_for_whole_distributions() -> None:
+    trained, head, _, view = case(4)
+    with pytest.raises(ValueError, match="kl is for drafters that draw from the whole"):
+        objective(
+            trained["hidden"],
+            head,
+            view,
+            ObjectiveConfig(kl=0.1),
+            weights_N=torch.ones(N),
+            **heads(trained),
+            candidates=4,
+        )
+
+
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_the_parallel_logits_have_their_share_of_the_loss(share: float) -> None:
-    """Of cross-entropy and distance; the confidence head's loss stays whole."""
+    """Of cross-entropy and distances; the confidence head's loss stays whole."""
     trained, head, p_t, view = case(6)
-    config, weights = ObjectiveConfig(ce=0.3, l1=0.9, confidence=0.7), torch.rand(N, dtype=torch.float64)
+    config, weights = ObjectiveConfig(ce=0.3, l1=0.9, kl=0.6, confidence=0.7), torch.rand(N, dtype=torch.float64)
     ours = {k: v.clone().requires_grad_() for k, v in trained.items()}
     theirs = {k: v.clone().requires_grad_() for k, v in trained.items()}
     output = objective(ours["hidden"], head, view, config, weights_N=weights, **heads(ours), base_share=share)
     alone = config.model_copy(update={"confidence": 0.0})
-    bce = config.model_copy(update={"ce": 0.0, "l1": 0.0})
+    bce = config.model_copy(update={"ce": 0.0, "l1": 0.0, "kl": 0.0})
     parallel = {**theirs, "latent": torch.zeros_like(trained["latent"])}
     parts = [dense(theirs, head, p_t, view, weights, alone), dense(parallel, head, p_t, view, weights, alone)]
     expected = (1 - share) * parts[0] + share * parts[1] + dense(theirs, head, p_t, view, weights, bce)

@@ -31,6 +31,7 @@ KINDS = {"num_hidden_layers": 3, "sliding_window": 5, "layer_types": ["sliding_a
 MORE = {
     "dflash_input": {"num_aux_layers": 2, "block_size": 4},
     "domino": {"num_aux_layers": 2, "block_size": 4},
+    "jetspec": {"num_aux_layers": 2, "block_size": 4},
     "lilicorr": {"num_aux_layers": 2, "block_size": 4},
 }
 

@@ -1,6 +1,6 @@
 """Every engine beside Outrider's own: one line each (docs/engines.md). Those that serve no HTTP are here as well:
 
---to zlab           dflash, dflash2                               z-lab's dflash 0.1.0
+--to zlab           dflash, dflash2, jetspec                      z-lab's dflash 0.1.0
 --to deepspec       dspark                                        DeepSpec
 --to speculators    dflash, dflash2, dspark, eagle3, mtp          the speculators library 0.9.0
 """
@@ -16,7 +16,7 @@ from outrider.backends.sglang import SGLang
 from outrider.backends.vllm import VLLM
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.speculators import Speculators
-from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.checkpoints.dialects.zlab import JetSpecDialect, ZLab, ZLab2
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.registry import METHODS
 
@@ -25,7 +25,7 @@ class ZLabPackage(ExternalEngine):
     """z-lab's own package, by its command `dflash`, which takes the first CUDA device."""
 
     name = "zlab"
-    dialects = {"dflash": ZLab(), "dflash2": ZLab2()}
+    dialects = {"dflash": ZLab(), "dflash2": ZLab2(), "jetspec": JetSpecDialect()}
     whole_vocabulary = scales_embeddings = tuple(dialects)
     over_http = False
 

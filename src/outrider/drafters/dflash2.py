@@ -219,6 +219,7 @@ def convolved(conv: GroupedDynamicConv, x_NKH: Tensor, sublayer: Callable[[Tenso
 class DFlash2(DFlash):
     """The convolved backbone with its selector."""
 
+    drafts_trees: ClassVar[bool] = False
     config: DFlash2Config
 
     def __init__(self, config: DFlash2Config) -> None:

@@ -68,6 +68,7 @@ class DominoConfig(DFlashConfig):
 class Domino(DFlash):
     """The backbone with its recurrent head."""
 
+    drafts_trees: ClassVar[bool] = False
     config: DominoConfig
 
     def __init__(self, config: DominoConfig) -> None:

@@ -61,6 +61,7 @@ class DSparkConfig(DFlashConfig):
 class DSpark(DFlash):
     """The backbone with its two heads."""
 
+    drafts_trees: ClassVar[bool] = False
     config: DSparkConfig
     markov_head: VanillaMarkov | None
     confidence_head: ConfidenceHead | None

@@ -254,6 +254,7 @@ class LatticeRows(Rows):
 class LiLiCorr(DFlash):
     """The backbone, with or without convolutions, and the head."""
 
+    drafts_trees: ClassVar[bool] = False
     config: LiLiCorrConfig
 
     def __init__(self, config: LiLiCorrConfig) -> None:

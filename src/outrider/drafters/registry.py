@@ -14,6 +14,7 @@ from outrider.drafters.domino import Domino, DominoConfig
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
 from outrider.drafters.hydra import Hydra, HydraConfig
+from outrider.drafters.jetspec import JetSpec, JetSpecConfig
 from outrider.drafters.lilicorr import LiLiCorr, LiLiCorrConfig
 from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.drafters.mtp import MTP, MTPConfig
@@ -49,6 +50,7 @@ METHODS: tuple[Method, ...] = (
     Method(DominoConfig, Domino),
     Method(PEagleConfig, PEagle),
     Method(LiLiCorrConfig, LiLiCorr),
+    Method(JetSpecConfig, JetSpec),
     Method(DFlashInputConfig, DFlashInput),
     Method(DSparkV4Config, DSparkV4),
 )

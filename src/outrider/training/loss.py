@@ -1,7 +1,8 @@
-"""The training loss of a draft model: cross-entropy, 1-norm distance to the target, and confidence.
+"""The training loss of a draft model: cross-entropy, distance to the target (1-norm, KL divergence), and confidence.
 
     p_d = softmax(W_d h + W2 l),  p_t = the target's distribution at the same position
-    loss = sum_i w_i [ce (-log p_d(x_i)) + l1 ||p_d - p_t||_1 + confidence BCE(c_i, a_i)] / sum_i w_i
+    loss = sum_i w_i [ce (-log p_d(x_i)) + l1 ||p_d - p_t||_1 + kl KL(p_t || p_d)
+                      + confidence BCE(c_i, a_i)] / sum_i w_i
     a_i = 1 - ||p_d - p_t||_1 / 2                              the acceptance probability
     w_i = exp(-(k_i - 1) / decay)                              k_i: position in the block, from 1
     with `dpace`:  w_k = sum_{j >= k} prod_{i <= j} (alpha + (1 - alpha) p_d(x_i)), detached; divided by the positions
@@ -14,10 +15,11 @@
     reduce_rows      the logits of a chunk, drafter and target  ->  cross-entropy, p_d - p_t and d loss / d logits
 
 The LM head W_d is frozen and needs no gradient. ||.||_1 counts the target's mass outside a reduced draft vocabulary:
-tokens that can never be drafted are part of the distance.
+tokens that can never be drafted are part of the distance. The KL divergence is over the draft vocabulary.
 
 Source: DSpark, arXiv 2607.05147 (weights 0.1, 0.9, 1.0 and the decay); DFlash, arXiv 2602.06036 (CE with decay);
-D-PACE, arXiv 2605.18810 (`dpace`, there for DFlash's CE); Domino, arXiv 2605.29707 (`base`).
+D-PACE, arXiv 2605.18810 (`dpace`, there for DFlash's CE); Domino, arXiv 2605.29707 (`base`); JetSpec, arXiv 2606.18394
+(`kl`, there at a temperature of distillation, which is 1 here).
 Shapes: N supervised positions, C positions of a chunk, K draft positions of a block, V target vocabulary, Vd draft
 vocabulary, D target hidden, H draft hidden, r rank, c candidates.
 """
@@ -289,7 +291,12 @@ def objective(
             softmax(W_d h) and p_d over the candidates then have a loss; acceptance and agreement are the latter's.
         base_share: b, the share of the loss that softmax(W_d h) has in place of p_d, for another pass over the logits.
             Without latents the two are one, and with candidates both have a whole loss as it is.
+
+    Raises:
+        ValueError: a KL term with candidates.
     """
+    if config.kl and candidates is not None:
+        raise ValueError("objective.kl is for drafters that draw from the whole draft vocabulary: leave it 0 here.")
     w_N = (weights_N / (weights_N.sum() if total_weight is None else total_weight)).to(view.lse_N.dtype)
     head = HeadProducts(head_VH, products or hidden_NH.dtype)
     share = base_share if latent_Nr is not None and candidates is None else 0.0
@@ -297,14 +304,13 @@ def objective(
         (hidden_NH, latent_Nr, w2_Vr),
         head,
         view,
-        ce_N=(1 - share) * config.ce * w_N,
-        l1_N=(1 - share) * config.l1 * w_N,
+        weights=TermWeights.of(config, (1 - share) * w_N),
         candidates=candidates,
     )
     if share:
         parallel = (hidden_NH, None, None)
-        ce, l1 = share * config.ce * w_N, share * config.l1 * w_N
-        total = total + _distances(parallel, head, view, ce_N=ce, l1_N=l1, candidates=None)[0]
+        weights = TermWeights.of(config, share * w_N)
+        total = total + _distances(parallel, head, view, weights=weights, candidates=None)[0]
     acceptance_N = (1 - distance_N / 2).clamp(0, 1)
     if confidence_N is not None:
         bce_N = F.binary_cross_entropy_with_logits(confidence_N, acceptance_N, reduction="none")
@@ -383,10 +389,23 @@ class HeadProducts:
             yield part, self.head_VH[tokens_Nc[part]].to(like_NX.dtype)
 
 
+class TermWeights(NamedTuple):
+    """The weights of the terms at each position [N]; `kl` is None where there is no such term."""
+
+    ce_N: Tensor
+    l1_N: Tensor
+    kl_N: Tensor | None
+
+    @classmethod
+    def of(cls, config: ObjectiveConfig, weights_N: Tensor) -> TermWeights:
+        return cls(config.ce * weights_N, config.l1 * weights_N, config.kl * weights_N if config.kl else None)
+
+
 class RowInputs(NamedTuple):
     """Per-row scalars [C]. The target's logits are `t + shift`, its log-sum-exp over the full vocabulary `lse`.
 
-    `labels` and `argmax` index the draft vocabulary, -1 outside it; `ce` and `l1` are the weights of the two terms.
+    `labels` and `argmax` index the draft vocabulary, -1 outside it; `ce`, `l1` and `kl` are the weights of the terms,
+    `kl` None for none.
     """
 
     shift_C: Tensor
@@ -395,13 +414,17 @@ class RowInputs(NamedTuple):
     argmax_C: Tensor
     ce_C: Tensor
     l1_C: Tensor
+    kl_C: Tensor | None = None
 
 
 class RowOutputs(NamedTuple):
-    """Per row [C]: cross-entropy (0 without a label), ||p_d - p_t||_1, and whether the most likely tokens agree."""
+    """Per row [C]: cross-entropy (0 without a label), ||p_d - p_t||_1, KL(p_t || p_d) (0 where it has no weight), and
+    whether the most likely tokens agree.
+    """
 
     ce_C: Tensor
     distance_C: Tensor
+    kl_C: Tensor
     agreement_C: Tensor
 
 
@@ -423,11 +446,10 @@ def _distances(
     head: HeadProducts,
     view: TargetView,
     *,
-    ce_N: Tensor,
-    l1_N: Tensor,
+    weights: TermWeights,
     candidates: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """sum_i ce_i CE_i + l1_i ||p_d - p_t||_1 with CE, distance and agreement per position [N].
+    """sum_i ce_i CE_i + l1_i ||p_d - p_t||_1 + kl_i KL_i with CE, distance and agreement per position [N].
 
     `trained` is (hidden_NH, latent_Nr, w2_Vr). With `candidates` this is the sum of two: of softmax(W_d h), whose CE is
     returned, and of the distribution over the candidates, whose distance and agreement are returned.
@@ -452,8 +474,10 @@ def _distances(
             latent = latent_Nr[part].to(head.dtype) if sequential and latent_Nr is not None else None
             shift_C = _target_logits(t, view, part, head=head)
             _draft_logits(z, t, hidden_NH[part], latent_Cr=latent, w2_Vr=w2, argmax_C=view.argmax_N[part], head=head)
-            scalars = (view.lse_N, view.labels_N, view.argmax_N, ce_N, l1_N)
+            scalars = (view.lse_N, view.labels_N, view.argmax_N, weights.ce_N, weights.l1_N)
             rows = RowInputs(shift_C, *(values[part] for values in scalars))
+            if weights.kl_N is not None:
+                rows = rows._replace(kl_C=weights.kl_N[part])
             if candidates is not None:  # before the reduction, which overwrites both buffers
                 assert latent_Nr is not None and w2_Vr is not None, "candidates are scored by latents and W2"
                 indices, outputs, gradients = _reduce_candidates(
@@ -480,11 +504,13 @@ def _distances(
                     d_w2.addmm_(z.T, latent)
                 else:
                     d_w2 += z.T @ latent
-        ce, distance, agreement = map(torch.cat, zip(*found, strict=True))
-        loss = (ce_N * ce).sum() + (l1_N * distance).sum()
+        ce, distance, kl, agreement = map(torch.cat, zip(*found, strict=True))
+        loss = (weights.ce_N * ce).sum() + (weights.l1_N * distance).sum()
+        if weights.kl_N is not None:
+            loss = loss + (weights.kl_N * kl).sum()
         if rescored:  # what is drafted is drawn among the candidates
-            selected_ce, distance, agreement = map(torch.cat, zip(*rescored, strict=True))
-            loss = loss + (ce_N * selected_ce).sum() + (l1_N * distance).sum()
+            selected_ce, distance, _, agreement = map(torch.cat, zip(*rescored, strict=True))
+            loss = loss + (weights.ce_N * selected_ce).sum() + (weights.l1_N * distance).sum()
     if needs_grad:
         loss = _WithGradients.apply(loss, (d_hidden, d_latent, d_w2), *trained)
     return loss, ce, distance, agreement
@@ -583,6 +609,7 @@ def _shifted_logits(
 #     p_d = softmax(z),  p_t = exp(t - lse)                       rows of [C, Vd]; p_t may lack the mass outside Vd
 #     ||p_d - p_t||_1 (outside mass included) = 2 sum_v (p_d - p_t)_+          because both distributions sum to one
 #     b = [p_d > p_t],  d ||.||_1 / dz = 2 p_d (b - <p_d, b>),  d ce / dz = p_d - onehot
+#     KL(p_t || p_d) = sum_v p_t (log p_t - log p_d),  d KL / dz = (sum_v p_t) p_d - p_t                 v in Vd
 #
 # The identity saves the sum of |.| and of p_t. Softmax of either side is one pass (`torch.softmax` reads a row while it
 # is in cache), and the maximum of its result gives the log-sum-exp back: max(z) - log(max(p_d)).
@@ -602,7 +629,8 @@ def row_reducer(logits_CV: Tensor) -> Callable[..., RowOutputs]:
 
 
 def reduce_rows(z_CV: Tensor, t_CV: Tensor, rows: RowInputs, softcap: float | None, needs_grad: bool) -> RowOutputs:
-    """Reduce both logit buffers; with `needs_grad`, z then holds d(ce * CE + l1 * distance) / dz. Both are overwritten.
+    """Reduce both logit buffers; with `needs_grad`, z then holds d(ce CE + l1 distance + kl KL) / dz. Both are
+    overwritten.
 
     Arithmetic is in float32 for bfloat16 logits, a few rows at a time, else in the logits' own type.
     """
@@ -611,7 +639,7 @@ def reduce_rows(z_CV: Tensor, t_CV: Tensor, rows: RowInputs, softcap: float | No
     outputs = []
     for start in range(0, len(z_CV), step):
         part = slice(start, start + step)
-        shift_C, lse_C, labels_C, argmax_C, ce_weight_C, l1_C = (values[part] for values in rows)
+        shift_C, lse_C, labels_C, argmax_C, ce_weight_C, l1_C = (values[part] for values in rows[:6])
         p_d, gap = z_CV[part].to(dtype), t_CV[part].to(dtype)  # the buffers themselves unless they are narrower
         label_C = labels_C.clamp(min=0)[:, None]
         top_C = p_d.amax(-1)
@@ -631,9 +659,16 @@ def reduce_rows(z_CV: Tensor, t_CV: Tensor, rows: RowInputs, softcap: float | No
         target_top_C = gap.amax(-1) + shift_C
         torch.softmax(gap, -1, out=gap)
         inside_C = (target_top_C - lse_C).exp() / gap.amax(-1)
+        kl_C, towards_kl = torch.zeros_like(ce_C), None
+        if rows.kl_C is not None:
+            p_t = gap * inside_C[:, None]
+            kl_C = (torch.xlogy(p_t, p_t) - torch.xlogy(p_t, p_d.clamp(min=torch.finfo(dtype).tiny))).sum(-1)
+            if needs_grad:
+                mass_C = p_t.sum(-1)
+                towards_kl = torch.addcmul(p_t.neg_(), p_d, mass_C[:, None]).mul_(rows.kl_C[part].to(dtype)[:, None])
         torch.addcmul(p_d, gap, inside_C[:, None], value=-1, out=gap)
         gap.clamp_(min=0)
-        outputs.append(RowOutputs(ce_C, 2 * gap.sum(-1), agreement_C))
+        outputs.append(RowOutputs(ce_C, 2 * gap.sum(-1), kl_C, agreement_C=agreement_C))
         if needs_grad:
             above = gap.sign_().mul_(p_d)  # p_d b
             inner_C = above.sum(-1)
@@ -641,6 +676,8 @@ def reduce_rows(z_CV: Tensor, t_CV: Tensor, rows: RowInputs, softcap: float | No
             above.mul_(2 * l1_C[:, None])
             grad = torch.addcmul(above, p_d, (scale_C - 2 * l1_C * inner_C)[:, None], out=p_d)
             grad.scatter_add_(1, label_C, -scale_C[:, None])
+            if towards_kl is not None:
+                grad.add_(towards_kl)
             if grad.dtype != z_CV.dtype:
                 z_CV[part].copy_(grad)
     return RowOutputs(*map(torch.cat, zip(*outputs, strict=True)))
@@ -687,7 +724,8 @@ def _reduce_candidates(
         distance_C = 2 * (log_p_d.exp() - p_t).clamp(min=0).sum(-1)
         loss = (rows.ce_C * ce_C + rows.l1_C * distance_C).sum()
     likeliest_C = indices.gather(1, log_p_d.argmax(-1, keepdim=True))[:, 0]
-    outputs = RowOutputs(ce_C.detach(), distance_C.detach(), likeliest_C == rows.argmax_C)
+    found = ce_C.detach(), distance_C.detach()
+    outputs = RowOutputs(*found, torch.zeros_like(found[0]), likeliest_C == rows.argmax_C)
     return indices, outputs, torch.autograd.grad(loss, leaves) if needs_grad else ()
 
 

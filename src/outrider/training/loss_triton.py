@@ -3,8 +3,8 @@
 Three passes over the vocabulary:
 
     1  z        running maximum m and sum of exp(z - m)  ->  p_d = exp(z - m) / sum
-    2  z, t     sum (p_d - p_t)_+  and  <p_d, b>,  b = [p_d > p_t]
-    3  z, t     dz = 2 l1 p_d (b - <p_d, b>) + ce (p_d - onehot), written over z
+    2  z, t     sum (p_d - p_t)_+  and  <p_d, b>,  b = [p_d > p_t];  with a KL term its value, and m = sum p_t
+    3  z, t     dz = 2 l1 p_d (b - <p_d, b>) + ce (p_d - onehot) + kl (m p_d - p_t), written over z
 
 Nothing but [C] scalars is allocated; a chunk's rows stay in the GPU's L2 cache between passes. A gradient needs
 <p_d, b> of the whole row before its first entry, and b the sum of exp: fewer passes would mean another [C, Vd] buffer.
@@ -46,12 +46,15 @@ def _rows(  # type: ignore[no-untyped-def]
     argmax_ptr,
     ce_weight_ptr,
     l1_weight_ptr,
+    kl_weight_ptr,
     ce_ptr,
     distance_ptr,
+    kl_ptr,
     agreement_ptr,
     V,
     softcap,
     CAPPED: tl.constexpr,
+    DIVERGENCE: tl.constexpr,
     NEEDS_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -80,31 +83,44 @@ def _rows(  # type: ignore[no-untyped-def]
 
     excess = 0.0
     inner = 0.0
+    divergence = 0.0
+    mass = 0.0
     for start in range(0, V, BLOCK):
         inside = start + lane < V
         z = tl.load(z_ptr + start + lane, mask=inside, other=-float("inf")).to(tl.float32)
         t = tl.load(t_ptr + start + lane, mask=inside, other=0.0).to(tl.float32)
         p_d = tl.exp(z - z_lse)
-        gap = p_d - tl.exp(_target_logit(t, shift, softcap, CAPPED=CAPPED) - lse)
+        log_p_t = _target_logit(t, shift, softcap, CAPPED=CAPPED) - lse
+        p_t = tl.exp(log_p_t)
+        gap = p_d - p_t
         above = inside & (gap > 0)
+        if DIVERGENCE:
+            divergence += tl.sum(tl.where(inside, p_t * (log_p_t - (z - z_lse)), 0.0), 0)
+            mass += tl.sum(tl.where(inside, p_t, 0.0), 0)
         excess += tl.sum(tl.where(above, gap, 0.0), 0)
         inner += tl.sum(tl.where(above, p_d, 0.0), 0)
 
     tl.store(ce_ptr + row, tl.where(known, z_lse - label_logit, 0.0))
     tl.store(distance_ptr + row, 2.0 * excess)
+    tl.store(kl_ptr + row, divergence)
     tl.store(agreement_ptr + row, ((argmax >= 0) & (their_top >= top)).to(tl.int8))
 
     if NEEDS_GRAD:
         ce = tl.where(known, tl.load(ce_weight_ptr + row).to(tl.float32), 0.0)
         l1 = tl.load(l1_weight_ptr + row).to(tl.float32)
+        kl = 0.0
+        if DIVERGENCE:
+            kl = tl.load(kl_weight_ptr + row).to(tl.float32)
         for start in range(0, V, BLOCK):
             inside = start + lane < V
             z = tl.load(z_ptr + start + lane, mask=inside, other=-float("inf")).to(tl.float32)
             t = tl.load(t_ptr + start + lane, mask=inside, other=0.0).to(tl.float32)
             p_d = tl.exp(z - z_lse)
-            above = p_d > tl.exp(_target_logit(t, shift, softcap, CAPPED=CAPPED) - lse)
-            grad = p_d * (tl.where(above, 2.0 * l1, 0.0) - 2.0 * l1 * inner + ce)
+            p_t = tl.exp(_target_logit(t, shift, softcap, CAPPED=CAPPED) - lse)
+            grad = p_d * (tl.where(p_d > p_t, 2.0 * l1, 0.0) - 2.0 * l1 * inner + ce)
             grad -= tl.where(start + lane == label, ce, 0.0)
+            if DIVERGENCE:
+                grad += kl * (mass * p_d - p_t)
             tl.store(z_ptr + start + lane, grad.to(z_ptr.dtype.element_ty), mask=inside)
 
 
@@ -114,20 +130,22 @@ def reduce_rows_triton(
     """As `reduce_rows`, for contiguous float32 or bfloat16 logits; t is left as it was."""
     C, V = z_CV.shape
     assert z_CV.is_contiguous() and t_CV.is_contiguous()
-    ce, distance = (torch.empty(C, dtype=torch.float32, device=z_CV.device) for _ in range(2))
+    ce, distance, kl = (torch.empty(C, dtype=torch.float32, device=z_CV.device) for _ in range(3))
     agreement = torch.empty(C, dtype=torch.int8, device=z_CV.device)
     _rows[(C,)](
         z_CV,
         t_CV,
-        *(values.contiguous() for values in rows),
+        *((rows.l1_C if values is None else values).contiguous() for values in rows),
         ce,
         distance,
+        kl,
         agreement,
         V,
         softcap or 1.0,
         CAPPED=softcap is not None,
+        DIVERGENCE=rows.kl_C is not None,
         NEEDS_GRAD=needs_grad,
         BLOCK=min(_BLOCK, triton.next_power_of_2(V)),
         num_warps=_WARPS,
     )
-    return RowOutputs(ce, distance, agreement.bool())
+    return RowOutputs(ce, distance, kl, agreement_C=agreement.bool())

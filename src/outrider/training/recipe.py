@@ -88,6 +88,8 @@ class ObjectiveConfig(Section):
     """Weight of the cross-entropy with the response's tokens."""
     l1: float = Field(0.9, ge=0)
     """Weight of the 1-norm ||p_d - p_t||_1, DeepSpec's l1_loss_alpha."""
+    kl: float = Field(0.0, ge=0)
+    """Weight of the KL divergence of p_t from p_d, as in distillation; 1 for JetSpec."""
     confidence: float = Field(1.0, ge=0)
     """Weight of the confidence head's loss; 0 for drafters without one."""
     confidence_gradient: bool = True
@@ -118,7 +120,7 @@ class ObjectiveConfig(Section):
     def _omit_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """As in `OptimizerSection`: what a recipe does not set changes no digest."""
         written: dict[str, Any] = handler(self)
-        added = {"confidence_gradient": True, "dpace": None, "base": 0.0, "base_fraction": 1.0}
+        added = {"kl": 0.0, "confidence_gradient": True, "dpace": None, "base": 0.0, "base_fraction": 1.0}
         if self.lattice == LatticeTerms():
             written.pop("lattice", None)
         return {name: value for name, value in written.items() if name not in added or value != added[name]}

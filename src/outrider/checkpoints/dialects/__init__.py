@@ -4,6 +4,7 @@ speculators  speculators_model_type   eagle3, dflash, dflash2, dspark, mtp; one 
 z-lab        DFlashDraftModel         DFlash; aux layers and mask token in `dflash_config`; anchor + masks layout
 z-lab        DFlash2DraftModel        DFlash 2; the sizes of convolution and selector beside them
 SpecForge    DFlashDraftModel         Domino, by `projector_type` in `dflash_config`; z-lab's fields and the head's
+z-lab        DFlashDraftModel         JetSpec, by `causal_head` in `dflash_config`
 ModelOpt     LiLiCorrDraftModel       LiLiCorr: z-lab's fields and those of the head, in `dflash_config`
 DeepSpec     Qwen3DSparkModel         DSpark (and DFlash as markov_rank 0); aux layers and mask token at the top level
 EAGLE-3      LlamaForCausalLMEagle3   EAGLE-3, one layer; aux layers in three spellings, DeepSpec's among them
@@ -24,7 +25,7 @@ from outrider.checkpoints.dialects.eagle3 import Eagle3Dialect
 from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.checkpoints.dialects.own import Own
 from outrider.checkpoints.dialects.speculators import Speculators
-from outrider.checkpoints.dialects.zlab import LiLiCorrDialect, SpecForgeDomino, ZLab, ZLab2
+from outrider.checkpoints.dialects.zlab import JetSpecDialect, LiLiCorrDialect, SpecForgeDomino, ZLab, ZLab2
 from outrider.drafters import registry
 from outrider.drafters.registry import Method
 
@@ -33,6 +34,7 @@ _MAKERS: tuple[Dialect, ...] = (
     ZLab(),
     ZLab2(),
     SpecForgeDomino(),
+    JetSpecDialect(),
     LiLiCorrDialect(),
     DeepSpec(),
     Eagle3Dialect(),
@@ -43,6 +45,7 @@ _NATIVE: tuple[Dialect, ...] = (
     ZLab(),
     ZLab2(),
     SpecForgeDomino(),
+    JetSpecDialect(),
     LiLiCorrDialect(),
     DeepSpec(),
 )  # carry every field of their method; the other methods are saved in ours

@@ -32,6 +32,7 @@ from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlashConfig, default_aux_layers
 from outrider.drafters.dflash2 import DFlash2Config
 from outrider.drafters.domino import DominoConfig
+from outrider.drafters.jetspec import JetSpecConfig
 from outrider.drafters.lilicorr import LiLiCorrConfig
 
 OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # of DFlash 2
@@ -83,7 +84,7 @@ class ZLab:
     prefix = ""
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
-        return self.spelling in (raw.get("architectures") or []) and not _is_domino(raw)
+        return self.spelling in (raw.get("architectures") or []) and not _is_domino(raw) and not _is_jetspec(raw)
 
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         fields = BlockFields(raw, source, self.name, nested="dflash_config")
@@ -206,6 +207,43 @@ class SpecForgeDomino:
         own = {"projector_type": _DOMINO, "shift_label": config.sample_from_anchor}
         own |= {name: getattr(config, name) for name in ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")}
         section = {**written.config["dflash_config"], **own}
+        return replace(written, config={**written.config, "dflash_config": section})
+
+
+# ----------------------------------------------------------------------------
+# JetSpec: z-lab's DFlash with `causal_head: true` in `dflash_config`, which `is_causal: true` stands beside here, for
+# readers of DFlash that know that field alone.
+#
+# Source: hao-ai-lab/JetSpec (models/draft_head.py), which reads it with `from_pretrained`.
+# ----------------------------------------------------------------------------
+
+
+def _is_jetspec(raw: Mapping[str, Any]) -> bool:
+    section = raw.get("dflash_config")
+    return isinstance(section, Mapping) and section.get("causal_head") is True
+
+
+class JetSpecDialect:
+    """What JetSpec adds to z-lab's DFlash."""
+
+    name = "z-lab"
+    spelling = ZLab.spelling
+    methods: tuple[str, ...] = (JetSpecConfig.algorithm,)
+    prefix = ""
+
+    def reads(self, raw: Mapping[str, Any]) -> bool:
+        return self.spelling in (raw.get("architectures") or []) and _is_jetspec(raw) and not _is_domino(raw)
+
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
+        fields = BlockFields(raw, source, self.name, nested="dflash_config")
+        config = JetSpecConfig(**{**_read_block(fields), "is_causal": fields.flag("is_causal", True)})
+        check_plain_logits(config, self.name)
+        return replace(read_vocabulary(config, tensors, source), embedding_scale=_embedding_scale(fields))
+
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
+        check_plain_logits(parts.config, self.name)
+        written = _written(parts, target, self.spelling)
+        section = {**written.config["dflash_config"], "causal_head": True}
         return replace(written, config={**written.config, "dflash_config": section})
 
 
