@@ -2368,6 +2368,44 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
+        "drafters/jetspec.py",
+        "tests/drafters/test_jetspec.py",
+        (
+            "jetspec_weighs_early_positions_more",
+            "JetSpec's loss falls with the position, as DFlash's does",
+            '"confidence": 0.0, "decay": math.inf}',
+            '"confidence": 0.0, "decay": 4.0}',
+        ),
+        (
+            "jetspec_blocks_see_all_rows",
+            "rows of a JetSpec block may see those behind them",
+            "if self.is_causal is not True:",
+            "if self.is_causal is None:",
+        ),
+    ),
+    *_of(
+        "drafters/dflash.py",
+        "tests/drafters/test_jetspec.py",
+        (
+            "block_tree_of_next_positions",
+            "nodes of a tree have the tokens of the position after theirs",
+            "[tokens_Kk[len(path) - 1][path[-1]] for path in tree.paths]",
+            "[tokens_Kk[len(path) % depth][path[-1]] for path in tree.paths]",
+        ),
+        (
+            "block_tree_survival_of_the_node_alone",
+            "the survival of a node leaves out that of its parent",
+            "survivals.append(before * probs_Kk",
+            "survivals.append(probs_Kk",
+        ),
+        (
+            "block_tree_beyond_the_limit",
+            "a tree is as deep as the block where the request has less to come",
+            "tree = best_tree(probs_Kk[:depth], nodes)",
+            "tree = best_tree(probs_Kk, nodes)",
+        ),
+    ),
+    *_of(
         "drafters/dflash_input.py",
         "tests/drafters/test_dflash_input.py",
         (
@@ -2392,6 +2430,18 @@ MUTANTS: list[Mutant] = [
     *_of(
         "training/loss.py",
         "tests/training/test_objective.py",
+        (
+            "divergence_pulls_by_a_whole_mass",
+            "the gradient of the divergence takes the target's draftable tokens for all there are",
+            "torch.addcmul(p_t.neg_(), p_d, mass_C[:, None])",
+            "torch.addcmul(p_t.neg_(), p_d, torch.ones_like(mass_C)[:, None])",
+        ),
+        (
+            "divergence_without_the_targets_entropy",
+            "the divergence is a cross-entropy",
+            "(torch.xlogy(p_t, p_t) - torch.xlogy(p_t, p_d",
+            "(-torch.xlogy(p_t, p_d",
+        ),
         (
             "confidences_train_the_backbone",
             "the confidence loss has a gradient where it is to train its head alone",
@@ -2419,8 +2469,8 @@ MUTANTS: list[Mutant] = [
         (
             "base_share_beside_the_whole",
             "the corrected logits keep their whole loss beside the parallel ones",
-            "ce_N=(1 - share) * config.ce * w_N",
-            "ce_N=config.ce * w_N",
+            "weights=TermWeights.of(config, (1 - share) * w_N)",
+            "weights=TermWeights.of(config, w_N)",
         ),
     ),
     *_of(
@@ -3290,8 +3340,8 @@ MUTANTS: list[Mutant] = [
         (
             "report_digest_of_the_path",
             "the SHA-256 told of a file is not that of its content",
-            "sha256=file_sha256(path))",
-            'sha256="0" * 64)',
+            "sha256 = file_sha256(path)",
+            'sha256 = "0" * 64',
             "tests/report/test_report.py::test_a_report_holds_what_was_measured",
         ),
     ),
