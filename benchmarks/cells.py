@@ -4,6 +4,8 @@ static variant.
     python -m benchmarks.cells prompts DIR             three kinds of text that no packaged drafter was trained on
     python -m benchmarks.cells measure FILES --profile PROFILE --out cells.jsonl    goes on where it was interrupted
     python -m benchmarks.cells table cells.jsonl
+    python -m benchmarks.cells record FILES --out TRACES            what the simulator needs of the same prompts
+    python -m benchmarks.cells simulate cells.jsonl --traces TRACES --profile PROFILE --out simulated.jsonl
 
 In a cell every variant has an engine of its own, and all answer the same requests in the same order, always so many at
 once as there are users. The engines take turns, step by step: the next step is always that of the engine that has got
@@ -51,6 +53,11 @@ from outrider.decoding.request import StopRules
 from outrider.drafters.ngram import HybridDrafter
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
+from outrider.evaluation.profile import setting_of
+from outrider.loadtest.load import Ask
+from outrider.loadtest.simulate import SimulatedEngine
+from outrider.loadtest.traces import Traces
+from outrider.loadtest.traces import record as record_traces
 from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Profile
 from outrider.target.hub import EMBEDDED_ID
@@ -59,6 +66,7 @@ from outrider.utils.measure import machine, quartiles, set_up, today, versions
 from outrider.utils.terminal import markdown_table
 
 LEAST, BEHIND, COUNT = 1.0, 0.03, 32
+WITHIN = 0.1  # what a simulated ratio may be off
 JUDGED = "look-ahead+skip"
 _FEWEST = 4  # requests that quartiles are given of
 _LONGEST = 640  # tokens of a prompt and its response: sizes the KV pools
@@ -167,11 +175,17 @@ class Lane:
         ask: the request number i, from 0 on.
     """
 
-    def __init__(self, variant: str, engine: Engine, users: int, ask: Callable[[int], Request]) -> None:
+    def __init__(
+        self, variant: str, engine: Engine | SimulatedEngine, users: int, ask: Callable[[int], Request]
+    ) -> None:
         self.run, self.engine, self.users, self.ask = Run(variant), engine, users, ask
         self.texts: dict[str, list[int]] = {}  # of all requests so far
         self.done: set[str] = set()
         self._began: dict[str, float] = {}  # of those under way, which are counted from their beginning
+
+    def taken(self, started: float) -> float:
+        """Seconds of the step that began then."""
+        return time.perf_counter() - started
 
     def step(self) -> None:
         """One step of the engine, behind requests for all its free places."""
@@ -181,7 +195,7 @@ class Lane:
             self.engine.submit(request)
             self._began[request.id], self.texts[request.id] = self.run.seconds, []
         outputs = self.engine.step()
-        seconds, tokens = time.perf_counter() - started, sum(len(output.tokens) for output in outputs)
+        seconds, tokens = self.taken(started), sum(len(output.tokens) for output in outputs)
         self.run.seconds += seconds
         self.run.tokens += tokens
         self.run.steps += 1
@@ -202,6 +216,14 @@ class Lane:
         """Forget what was counted so far, and requests that are under way."""
         self.run = Run(self.run.variant)
         self._began.clear()
+
+
+class SimulatedLane(Lane):
+    """A simulated engine, whose steps take what it says."""
+
+    def taken(self, started: float) -> float:
+        assert self.engine.last is not None
+        return self.engine.last.seconds
 
 
 def answer(lanes: Sequence[Lane], tokens: int) -> None:
@@ -306,6 +328,104 @@ def cell_key(line: dict[str, Any]) -> tuple[Any, ...]:
 
 def read_lines(files: Sequence[Path]) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+# ----------------------------------------------------------------------------
+# The same cells in the simulator: the same loop around simulated engines, over traces of the same prompts.
+# ----------------------------------------------------------------------------
+
+
+@app.command()
+def record(
+    tasks: list[Path],
+    out: Annotated[Path, typer.Option(help="directory of a file for each task and temperature; those there stay")],
+    temperatures: str = "0,1",
+    prompts: Annotated[int, typer.Option(help="of each task, its first ones")] = COUNT,
+    max_new_tokens: int = 48,
+    threads: int = 2,
+) -> None:
+    """Record traces of the shipped drafter, copies beside it."""
+    set_up(threads)
+    target = load_target(EMBEDDED_ID)
+    path = shipped_drafter(EMBEDDED_ID)
+    assert path is not None
+    drafter = HybridDrafter(load_drafter(path, target))
+    about = {"setting": setting_of(target, drafter).model_dump()}
+    for temperature, task in product(map(float, temperatures.split(",")), tasks):
+        place = trace_file(out, task.stem, temperature)
+        if not place.is_file():
+            texts = prompt_tokens(target, task)[:prompts]
+            asks = [Ask(text, SamplingParams(temperature, seed=number)) for number, text in enumerate(texts)]
+            record_traces(target, drafter, asks, StopRules(max_new_tokens), about).save(place)
+            print(place, flush=True)
+
+
+def trace_file(directory: Path, task: str, temperature: float) -> Path:
+    return directory / f"{task}-{temperature:g}.npz"
+
+
+@app.command()
+def simulate(
+    files: list[Path],
+    traces: Annotated[Path, typer.Option(help="what record wrote")],
+    profile: Annotated[Path, typer.Option(help="the one that the cells were measured with")],
+    out: Annotated[Path, typer.Option(help="JSON lines as measure writes them")],
+) -> None:
+    """Simulate measured cells, and print how far off the ratios to plain decoding are."""
+    measured, costs = read_lines(files), Profile.load(profile)
+    cells = []
+    for line in measured:
+        found = Traces.load(trace_file(traces, line["task"], line["temperature"]))
+        texts = [list(response.prompt) for response in found.responses]
+        users, most = line["users"], line["max_new_tokens"]
+        asks = Asks(texts, line["temperature"], most, users=users)
+        lanes = []
+        for name in (run["variant"] for run in line["runs"]):
+            variant = build_variant(name, found.slots, None, cost=costs)
+            config = engine_config(_LONGEST, users, 512)
+            engine = SimulatedEngine(found, costs, variant.policy, variant.gate, config=config, slots=variant.drafts)
+            lanes.append(SimulatedLane(name, engine, users, asks))
+        answer(lanes, max(64, users * most // 2))
+        for lane in lanes:
+            lane.count_from_here()
+        answer(lanes, min(run["tokens"] for run in line["runs"]))
+        cells.append({**line, "differing": None, "runs": [asdict(lane.run) for lane in lanes]})
+    out.write_text("".join(f"{json.dumps(cell)}\n" for cell in cells), encoding="utf-8")
+    print("\n".join(compared(measured, cells)))
+
+
+def ratios(line: dict[str, Any]) -> dict[str, float]:
+    """Throughput of a cell's variants over plain decoding."""
+    runs = [Run(**run) for run in line["runs"]]
+    whole = Run.total(runs)
+    rates = Run.rates(runs, whole.tokens / whole.prompts)
+    return {name: rate / rates[NO_SPECULATION] for name, rate in rates.items() if name != NO_SPECULATION}
+
+
+def compared(measured: Sequence[dict[str, Any]], simulated: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: by variant, temperature and users the errors of simulated ratios, mean and (least to most)."""
+    errors: dict[tuple[str, float], dict[int, list[float]]] = {}
+    for one, other in zip(measured, simulated, strict=True):
+        theirs = ratios(other)
+        for name, ratio in ratios(one).items():
+            by_users = errors.setdefault((name, one["temperature"]), {})
+            by_users.setdefault(one["users"], []).append(theirs[name] / ratio - 1)
+    levels = sorted({users for found in errors.values() for users in found})
+    rows = [
+        [f"{name}, T={temperature:g}", *(_span(found.get(level, [])) for level in levels)]
+        for (name, temperature), found in sorted(errors.items())
+    ]
+    every = [error for found in errors.values() for some in found.values() for error in some]
+    within = sum(abs(error) <= WITHIN for error in every)
+    told = f"{within} of {len(every)} ratios within {WITHIN:.0%}, worst {max(every, key=abs):+.1%}"
+    headings = ["variant and temperature", *map(str, levels)]
+    return [*markdown_table(headings, rows, text=headings[:1]), "", told]
+
+
+def _span(errors: Sequence[float]) -> str:
+    if not errors:
+        return ""
+    return f"{statistics.mean(errors):+.1%} ({min(errors):+.1%} to {max(errors):+.1%})"
 
 
 # ----------------------------------------------------------------------------

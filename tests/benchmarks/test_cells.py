@@ -7,14 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from benchmarks.cells import Asks, Lane, Run, answer, differing, kinds, prompts, report
+from benchmarks.cells import Asks, Lane, Run, answer, compared, differing, kinds, prompts, ratios, report, simulate
 from outrider.data.sources import load_prompts
 from outrider.decoding.request import StopRules
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
+from outrider.loadtest.traces import Response, Traces
+from tests.toys.profiles import cells_of, linear, profile_of
 from tests.toys.targets import toy_target
 
 Cell = dict[str, Any]
@@ -115,6 +118,31 @@ def test_answers_that_differ_are_counted() -> None:
     for lane, (first, second) in zip(lanes, (([1, 2], [3]), ([1, 2, 3], [4])), strict=True):
         lane.texts, lane.done = {"0": first, "1": second}, {"0"}
     assert differing(lanes) == 1, "the other has not ended"
+
+
+def test_cells_are_simulated_by_the_same_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every draft is right: steps of one and of two tokens, whose seconds the profile says."""
+    tokens = 40
+    responses = [Response((number, 1), list(range(tokens)), False, number * tokens) for number in range(4)]
+    drafted = np.tile(np.minimum(7, np.arange(tokens - 1, -1, -1)), 4)
+    sure_NK = (np.arange(7) < drafted[:, None]).astype(np.float32)
+    Traces(responses, sure_NK, drafted, drafted, {}).save(tmp_path / "json-0.npz")
+    profile = profile_of(cells_of(linear))
+    profile.save(tmp_path / "profile.json")
+    measured = {**cell("json", 1, {"none": 10, "fixed-1": 15}), "max_new_tokens": 20}
+    (tmp_path / "cells.jsonl").write_text(json.dumps(measured) + "\n")
+    out = tmp_path / "simulated.jsonl"
+    simulate([tmp_path / "cells.jsonl"], tmp_path, tmp_path / "profile.json", out)
+    found = json.loads(out.read_text())
+    other = profile.other.at(1)
+    plain = linear(1, 1, 64) + other
+    fast = linear(1, 2, 64) + other + profile.draft_seconds(1, 1)
+    none, fixed = (Run(**run) for run in found["runs"])
+    assert (none.seconds - none.prompt_seconds) / (none.tokens - none.prompt_tokens) == pytest.approx(plain, rel=0.05)
+    assert (fixed.seconds - fixed.prompt_seconds) / (fixed.steps - fixed.prompts) == pytest.approx(fast, rel=0.05)
+    error = ratios(found)["fixed-1"] / 1.5 - 1
+    assert f"fixed-1, T=0 | {error:+.1%} ({error:+.1%} to {error:+.1%}) |" in capsys.readouterr().out
+    assert compared([measured], [found])[-1].startswith("1 of 1" if abs(error) <= 0.1 else "0 of 1")
 
 
 def test_prompts_of_three_kinds(tmp_path: Path) -> None:

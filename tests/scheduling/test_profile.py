@@ -38,7 +38,7 @@ from outrider.evaluation.profile import (
     sweep,
 )
 from outrider.sampling import SamplingParams
-from outrider.scheduling.cost import Additive, LearnedCost, Profile, SpsTable
+from outrider.scheduling.cost import Additive, Cell, LearnedCost, Profile, SpsTable
 from outrider.scheduling.policies import PrefixScheduler, StepView
 from outrider.target.model import Target, load_target
 from outrider.target.paged import PagedKV, Span
@@ -208,7 +208,7 @@ def test_a_policy_decides_with_it() -> None:
     assert PrefixScheduler(profile_of(cells_of(staircase))).lengths(view).tolist() == [5, 1]
 
 
-def test_rows_of_prompts_are_priced_without_logits() -> None:
+def test_rows_of_prompts_are_priced_without_logits_and_by_the_keys_they_see() -> None:
     """As the cells of one request have them: those of several have a logit row for every token."""
 
     def cost(requests: float, tokens: float, context: float) -> float:
@@ -216,9 +216,37 @@ def test_rows_of_prompts_are_priced_without_logits() -> None:
 
     profile = profile_of(cells_of(cost))
     rows = np.array([4, 6])
-    beside = profile.verify_seconds(rows + 10, 4, 64, prompt_tokens=10)
+    beside = profile.verify_seconds(rows, 4, 64, prompts=[(64, 10)])
     assert beside == pytest.approx(profile.verify_seconds(rows, 4, 64) + 10 * 0.0005)
     assert (beside < profile.verify_seconds(rows + 10, 4, 64) - 0.03).all()
+
+
+PROMPTS: list[list[tuple[int, int]]] = [
+    [(0, 100)],
+    [(64, 40)],
+    [(0, 30), (0, 30), (0, 40)],  # fewer keys than one request of 100 at any context
+    [(500, 20), (0, 60)],
+    [(0, 150), (20, 150), (0, 200)],  # more rows than there are cells
+]
+
+
+@pytest.mark.parametrize("prompts", PROMPTS)
+def test_a_chunk_of_a_prompt_costs_by_its_rows_and_the_keys_they_see(prompts: list[tuple[int, int]]) -> None:
+    """Against the very cost that the cells are of: so much a row and so much a key of each row."""
+
+    def cost(requests: float, tokens: float, context: float) -> float:
+        return 0.02 + 0.001 * tokens + 1e-6 * tokens * (context + tokens / requests / 2)
+
+    cells = [
+        Cell(requests=1, tokens=b, context=s, low=t, median=t, high=t)
+        for b in (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+        for s in (64, 256, 768)
+        for t in [cost(1, b, s)]
+    ]
+    found = profile_of(cells).table.prompt_seconds(prompts)
+    expected = sum(0.001 * count + 1e-6 * count * (cached + count / 2) for cached, count in prompts)
+    assert found == pytest.approx(expected, rel=0.02)
+    assert profile_of(cells).table.prompt_seconds([]) == 0.0
 
 
 def learned_from(plain: float, drafts: float, steps: int, requests: int = 4) -> LearnedCost:

@@ -40,8 +40,12 @@ from outrider.utils.files import invalid_fields
 class Machine(StepCost, Protocol):
     """A step cost with the parts of `seconds`, which is their sum."""
 
-    def verify_seconds(self, tokens_N: Ints, requests: int, context: float, prompt_tokens: int = 0) -> Floats:
-        """Seconds of target forwards of `tokens_N` rows in all, [N], `prompt_tokens` of prompts among them."""
+    def verify_seconds(
+        self, tokens_N: Ints, requests: int, context: float, prompts: Sequence[tuple[int, int]] = ()
+    ) -> Floats:
+        """Seconds of target forwards of `tokens_N` rows of requests that decode, [N], and of chunks of prompts, each
+        given as (tokens cached, tokens of the chunk).
+        """
         ...
 
     def other_seconds(self, requests: int, verified_N: Ints) -> Floats:
@@ -72,8 +76,10 @@ class Scaled:
     def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
         return self.draft * self.machine.draft_seconds(drafting, depth)
 
-    def verify_seconds(self, tokens_N: Ints, requests: int, context: float, prompt_tokens: int = 0) -> Floats:
-        return self.verify * self.machine.verify_seconds(tokens_N, requests, context, prompt_tokens=prompt_tokens)
+    def verify_seconds(
+        self, tokens_N: Ints, requests: int, context: float, prompts: Sequence[tuple[int, int]] = ()
+    ) -> Floats:
+        return self.verify * self.machine.verify_seconds(tokens_N, requests, context, prompts=prompts)
 
     def other_seconds(self, requests: int, verified_N: Ints) -> Floats:
         return self.machine.other_seconds(requests, verified_N)
@@ -116,8 +122,10 @@ class TableMachine(BaseModel):
             return seconds[drafting]
         return seconds[last] + (drafting - last) * (seconds[last] - seconds[last - 1])
 
-    def verify_seconds(self, tokens_N: Ints, requests: int, context: float, prompt_tokens: int = 0) -> Floats:
-        return self.forward.seconds(tokens_N, requests, context)
+    def verify_seconds(
+        self, tokens_N: Ints, requests: int, context: float, prompts: Sequence[tuple[int, int]] = ()
+    ) -> Floats:
+        return self.forward.seconds(tokens_N + sum(count for _, count in prompts), requests, context)
 
     def other_seconds(self, requests: int, verified_N: Ints) -> Floats:
         return np.full(verified_N.shape, self.other)
@@ -276,12 +284,13 @@ class SimulatedEngine:
         if not plan.work:
             return []
         deciding = [work for work in plan.work if work.decodes]
-        context = sum(self._live[work.id].length for work in plan.work) / len(plan.work)
+        lengths = [self._live[work.id].length for work in deciding]
+        prompts = [(self.scheduler.running[work.id].cached, work.prefill) for work in plan.work if work.prefill]
         counts, outputs = Counter[str](), list[Output]()
         if deciding:
             counts, outputs = self._round(deciding, sum(work.prefill for work in plan.work))
         self._settle(plan, outputs)
-        self.last = self._record(plan, counts, outputs, context=context)
+        self.last = self._record(plan, counts, outputs, lengths=lengths, prompts=prompts)
         return outputs
 
     def _round(self, deciding: Sequence[Work], prefill: int) -> tuple[Counter[str], list[Output]]:
@@ -386,12 +395,25 @@ class SimulatedEngine:
         if self.copies is not None:
             self.copies.forget(id)
 
-    def _record(self, plan: StepPlan, counts: Counter[str], outputs: Sequence[Output], context: float) -> StepRecord:
-        requests, prefill = len(plan.work), sum(work.prefill for work in plan.work)
-        tokens = prefill + len(outputs) + counts["admitted"]
+    def _record(
+        self,
+        plan: StepPlan,
+        counts: Counter[str],
+        outputs: Sequence[Output],
+        *,
+        lengths: Sequence[int],
+        prompts: Sequence[tuple[int, int]],
+    ) -> StepRecord:
+        """What the step was; `lengths`: committed tokens of the requests that decode."""
+        rows, prefill = len(outputs) + counts["admitted"], sum(count for _, count in prompts)
         draft = self.machine.draft_seconds(counts["drafting"], max(counts["depth"], 1))
-        verify = float(self.machine.verify_seconds(np.array([tokens]), requests, context, prompt_tokens=prefill)[0])
-        other = float(self.machine.other_seconds(requests, np.array([counts["admitted"]]))[0])
+        context = sum(lengths) / len(lengths) if lengths else 0.0
+        forward_N = self.machine.verify_seconds(np.array([rows]), max(len(lengths), 1), context, prompts=prompts)
+        verify, other_N = (
+            float(forward_N[0]),
+            self.machine.other_seconds(len(plan.work), np.array([counts["admitted"]])),
+        )
+        other = float(other_N[0])
         return StepRecord(
             seconds=draft + verify + other,
             draft_seconds=draft,
@@ -399,7 +421,7 @@ class SimulatedEngine:
             other_seconds=other,
             requests=len(outputs),
             drafting=counts["drafting"],
-            tokens=tokens,
+            tokens=prefill + rows,
             prefill_tokens=prefill,
             proposed=counts["proposed"],
             admitted=counts["admitted"],

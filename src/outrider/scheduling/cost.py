@@ -292,6 +292,34 @@ class ForwardTable:
             found_N += self.theta * np.maximum(tokens_N - self.edge, 0)
         return found_N
 
+    def prompt_seconds(self, prompts: Sequence[tuple[int, int]]) -> float:
+        """What chunks of prompts add to a forward, each given as (tokens cached, tokens of the chunk).
+
+        As many rows of one request cost as much, where they see as many keys on average: its forwards have no logits
+        for them either. Chunks of several short prompts see fewer keys than one request of the shortest context, for
+        which seconds go on as they fell between the two shortest.
+        """
+        rows = sum(count for _, count in prompts)
+        if not rows:
+            return 0.0
+        keys = sum(count * (cached + count / 2) for cached, count in prompts) / rows
+        most = max(self.edge - 1, 1)
+        seconds = self._added_seconds(min(rows, most), keys)
+        if rows > most > 1:  # beyond the cells, as their second half rises
+            half = most // 2
+            seconds += (rows - most) * max(seconds - self._added_seconds(half, keys), 0.0) / (most - half)
+        return seconds
+
+    def _added_seconds(self, rows: int, keys: float) -> float:
+        """What `rows` more of one request cost that see so many keys each, on average."""
+        shortest, counts = self.contexts[0], np.array([1, 1 + rows])
+        context = keys - rows / 2
+        without, beside = self.seconds(counts, 1, max(context, shortest))
+        if context < shortest and len(self.contexts) > 1:
+            longer = self.seconds(counts, 1, self.contexts[1])[1]
+            beside -= max(longer - beside, 0.0) * (shortest - context) / (self.contexts[1] - shortest)
+        return max(float(beside - without), 0.0)
+
 
 def _by_row(cells: Sequence[Cell]) -> dict[tuple[int, int], dict[int, float]]:
     measured: dict[tuple[int, int], dict[int, float]] = {}
@@ -438,17 +466,15 @@ class Profile(BaseModel):
         """See `StepCost`."""
         return self.verify_seconds(tokens_N, requests, context) + self.other_seconds(requests, tokens_N - requests)
 
-    def verify_seconds(self, tokens_N: Ints, requests: int, context: float, prompt_tokens: int = 0) -> Floats:
-        """Target forwards [N] of `tokens_N` tokens, `prompt_tokens` of prefill chunks among them.
+    def verify_seconds(
+        self, tokens_N: Ints, requests: int, context: float, prompts: Sequence[tuple[int, int]] = ()
+    ) -> Floats:
+        """Target forwards [N] of `tokens_N` tokens of requests that decode, and of prefill chunks.
 
-        Rows of prompts have no logits. The cells of one request do not have them either, beyond its drafts; those of
-        several requests have a logit row for every token.
+        Args:
+            prompts: (tokens of the prompt that are cached, tokens of the chunk) of each chunk.
         """
-        seconds_N = self.table.seconds(tokens_N - prompt_tokens, requests, context)
-        if prompt_tokens:
-            without, with_prompt = self.table.seconds(np.array([1, 1 + prompt_tokens]), 1, context)
-            seconds_N = seconds_N + (with_prompt - without)
-        return seconds_N
+        return self.table.seconds(tokens_N, requests, context) + self.table.prompt_seconds(prompts)
 
     def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
         """Reading, and a block of `depth` tokens (None: gamma), for each of `drafting` requests."""
