@@ -1463,6 +1463,18 @@ MUTANTS: list[Mutant] = [
         "scheduling/cost.py",
         "tests/scheduling/test_profile.py",
         (
+            "chunks_of_prompts_as_one",
+            "rows of several prompts are priced as those of one, which see more keys",
+            "sum(count * (cached + count / 2) for cached, count in prompts) / rows",
+            "rows / 2",
+        ),
+        (
+            "long_chunks_cost_no_more",
+            "rows of prompts beyond the cells are free",
+            "if rows > most > 1:",
+            "if False:",
+        ),
+        (
             "plain_steps_of_any_requests",
             "what a step without drafts takes is predicted once for any number of requests",
             "key = requests, int(context) // _CONTEXT",
