@@ -19,6 +19,7 @@ from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights, draft_slots
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.draft import TreeSize
+from outrider.drafters.dspark import DSpark
 from outrider.drafters.jetspec import JetSpec, JetSpecConfig
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
@@ -185,5 +186,8 @@ def test_trees_that_no_block_has_are_refused() -> None:
         drafter.with_trees(TreeSize(9, depth=4))
     with pytest.raises(ValueError, match="with depth 2 and top_k 2 there are 6 nodes at most"):
         drafter.with_trees(TreeSize(7, depth=2, top_k=2))
+    dspark = DSpark(toy_config())
+    with pytest.raises(ValueError, match="tree 9: this drafter drafts chains only"):
+        BlockDrafter(DrafterWeights(dspark), toy_target()).with_trees(TreeSize(9))
     with pytest.raises(ValueError, match="is_causal must be true"):
         JetSpecConfig(**{**vars(toy_config(dspark=False)), "is_causal": False})

@@ -486,12 +486,14 @@ class BlockDrafter(ModuleDrafter[DFlash]):
             min_confidence=min_confidence,
         )
 
-    def with_trees(self, size: TreeSize) -> BlockTreeDrafter:
+    def with_trees(self, size: TreeSize) -> Drafter:
         """The same drafter with trees of its likeliest paths.
 
         Raises:
-            ValueError: deeper than a block, or more nodes than such a tree ever has.
+            ValueError: its drafts depend on each other, deeper than a block, or more nodes than such a tree ever has.
         """
+        if not self.module.drafts_trees:
+            return super().with_trees(size)  # refuses
         depth = self.gamma if size.depth is None else size.depth
         top_k = min(BlockTreeDrafter.top_k if size.top_k is None else size.top_k, self.config.draft_vocab_size)
         if depth > self.gamma:
