@@ -408,12 +408,9 @@ class SimulatedEngine:
         rows, prefill = len(outputs) + counts["admitted"], sum(count for _, count in prompts)
         draft = self.machine.draft_seconds(counts["drafting"], max(counts["depth"], 1))
         context = sum(lengths) / len(lengths) if lengths else 0.0
-        forward_N = self.machine.verify_seconds(np.array([rows]), max(len(lengths), 1), context, prompts=prompts)
-        verify, other_N = (
-            float(forward_N[0]),
-            self.machine.other_seconds(len(plan.work), np.array([counts["admitted"]])),
-        )
-        other = float(other_N[0])
+        verify_N = self.machine.verify_seconds(np.array([rows]), max(len(lengths), 1), context, prompts=prompts)
+        other_N = self.machine.other_seconds(len(plan.work), np.array([counts["admitted"]]))
+        verify, other = float(verify_N[0]), float(other_N[0])
         return StepRecord(
             seconds=draft + verify + other,
             draft_seconds=draft,
