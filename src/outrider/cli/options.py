@@ -20,7 +20,7 @@ CHOICES = "auto, hybrid, directory, ngram@K, lm:MODEL@K, published"
 # Names that other modules define, written out: those import PyTorch, and help need not wait. A test compares them.
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # target.hub.EMBEDDED_ID
 TREE_FORM = "NODES[,depth=D][,top_k=K]"  # drafters.draft
-TREE_METHODS = "dflash, eagle3, medusa, hydra, jetspec, dflash_input"  # drafters.registry.tree_methods()
+TREE_METHODS = "dflash, eagle3, medusa, hydra, jetspec"  # drafters.registry.tree_methods()
 BACKENDS = "local, transformers, openai, vllm, sglang, llama.cpp, mlx"  # cli.bench.kinds()
 EXPORTERS = "vllm, sglang, llama.cpp, zlab, deepspec, speculators"  # backends.registry.exporters()
 
@@ -79,7 +79,7 @@ ConfidenceThreshold = Annotated[
     float | None, option(DRAFTS, "verify drafts while at least as confident", min=0.0, max=1.0)
 ]
 Lookup = Annotated[str | None, rare(DRAFTS, "text files that hybrid drafts may copy from")]
-Tree = Annotated[str | None, option(DRAFTS, f"{TREE_FORM} ({TREE_METHODS})", metavar="SIZE")]
+Tree = Annotated[str | None, option(DRAFTS, f"{TREE_FORM}, of drafters that branch", metavar="SIZE")]
 Typical = Annotated[
     str | None,
     option(DRAFTS, "LOSSY typical acceptance: 0.09,0.3 or default", metavar="E,D"),

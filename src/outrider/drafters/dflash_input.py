@@ -98,6 +98,7 @@ class DFlashInput(DFlash):
     """The backbone with context rows. Fresh draft layers are the target's last ones; W begins as e + feature."""
 
     layers_run_once = False  # for the context, then for the blocks
+    drafts_trees = False  # an ablation of chains
     config: DFlashInputConfig
 
     def __init__(self, config: DFlashInputConfig) -> None:
