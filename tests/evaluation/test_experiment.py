@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 import yaml
+from rich.console import Console
 
 import outrider.cli.data as prepare
 import outrider.cli.experiment as experiment
@@ -438,16 +440,11 @@ def test_a_table_from_prompts_to_the_comparison(
     rows = {**yaml.safe_load(write(tmp_path).read_text())["rows"], "heads": heads, "heads-tree": tree}
     path = write(tmp_path, str(toy / "target"), rows=rows, questions={"decay": ["two", "flat"]})
 
-    def in_this_process(command: list[str]) -> int:
-        assert command[:3] == [sys.executable, "-m", "outrider.cli.main"]
-        status, _, stderr = run(*command[3:])
-        assert status == 0, stderr
-        return status
-
     stages = plan(load_table(path))
-    monkeypatch.setattr(experiment, "run_command", in_this_process)
-    for stage in stages:
-        experiment.run_stage(stage)
+    for stage in stages:  # in this process: `Runner` starts one for each
+        status, _, stderr = run(*stage.args)
+        assert status == 0 and stage.complete, stderr
+        stage.mark()
     assert [stage.done for stage in stages] == [True] * 14 + [False]
     out = tmp_path / "out" / "comparison"
     comparison = Comparison.model_validate_json((out / "comparison.json").read_text())
@@ -466,50 +463,144 @@ def test_a_table_from_prompts_to_the_comparison(
     assert (out / "draft_cost.png").is_file() and (out / "convergence.png").is_file()
 
 
-def test_a_stage_that_fails_ends_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status = -15
-    monkeypatch.setattr(experiment, "run_command", lambda command: status)
-    stage = Stage(["train"], [], tmp_path / "stamp", tmp_path / "responses.jsonl")
+# ----------------------------------------------------------------------------
+# Running stages, whose commands are scripts here: they note when they began and ended, and on which cores.
+# ----------------------------------------------------------------------------
+
+SCRIPT = """
+import json, os, pathlib, signal, sys, time
+directory, name, task, others = sys.argv[1:]
+def note(what):
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    with open(os.path.join(directory, "notes"), "a") as notes:
+        notes.write(json.dumps([name, what, cores]) + "\\n")
+def save(*_):
+    time.sleep(0.6)
+    note("saved")
+    sys.exit(3)
+signal.signal(signal.SIGINT, save)
+signal.signal(signal.SIGTERM, save)
+note("began")
+while not all(f'"{other}", "began"' in pathlib.Path(directory, "notes").read_text() for other in others.split(",")):
+    time.sleep(0.02)
+if task == "fail":
+    print("what went wrong")
+    sys.exit(5)
+stays_until = time.monotonic() + 60 * (task == "stay")
+while time.monotonic() < stays_until:
+    time.sleep(0.1)
+note("ended")
+"""
+
+
+def stages_of(directory: Path, *rows: tuple[str, str, str, str]) -> list[Stage]:
+    """Stages (verb, name, task, names of those that have to run before it goes on)."""
+    return [
+        Stage([verb, str(directory), name, task, others or name], [], directory / f"stamp-{name}", row=name)
+        for verb, name, task, others in rows
+    ]
+
+
+def notes(directory: Path) -> list[tuple[str, str, list[int]]]:
+    return [tuple(json.loads(line)) for line in (directory / "notes").read_text().splitlines()]
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment, "command_of", lambda stage: [sys.executable, "-c", SCRIPT, *stage.args[1:]])
+
+
+def test_stages_side_by_side(scripts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`a` and `b` wait for each other, so that they end only if they run at once; so do `e` and `f`."""
+    stages = stages_of(
+        tmp_path,
+        ("features", "z", "", ""),
+        ("train", "a", "", "b"),
+        ("calibrate", "c", "", ""),
+        ("train", "b", "", "a"),
+        ("eval", "e", "", "f"),
+        ("eval", "f", "", "e"),
+        ("bench-drafters", "d", "", ""),
+    )
+    experiment.Runner(stages, jobs=2, logs=tmp_path / "logs", console=Console()).run()
+    assert all(stage.done for stage in stages)
+    found = notes(tmp_path)
+    order = [f"{name} {what}" for name, what, _ in found]
+    assert order[:2] == ["z began", "z ended"] and order[-2:] == ["d began", "d ended"]
+    assert order.index("c began") > order.index("a ended")
+    assert min(map(order.index, ("e began", "f began"))) > max(map(order.index, ("b ended", "c ended")))
+    cores = {name: used for name, _, used in found}
+    if whole := cores["z"]:
+        assert cores["a"] == cores["c"] and not set(cores["a"]) & set(cores["b"])
+        assert len(cores["a"]) == len(cores["b"]) == len(whole) // 2 and cores["d"] == whole
+    told = capsys.readouterr().out
+    assert "[2/7] outrider train" in told and "[2/7] ended well after 0.0 min" in told
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [f"stamp-{name}.log" for name in "abcef"]
+    experiment.Runner(stages, jobs=2, logs=tmp_path / "logs", console=Console()).run()
+    assert notes(tmp_path) == found and capsys.readouterr().out.count("done: ") == 7
+
+
+def test_a_stage_that_fails_ends_the_experiment(
+    scripts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other one is told to save, and nothing else begins."""
+    stages = stages_of(tmp_path, ("train", "a", "stay", ""), ("train", "b", "fail", "a"), ("train", "c", "", ""))
     with pytest.raises(typer.Exit) as ended:
-        experiment.run_stage(stage)
-    assert ended.value.exit_code == 143 and not stage.done
-    status = 0
+        experiment.Runner(stages, jobs=2, logs=tmp_path / "logs", console=Console()).run()
+    assert ended.value.exit_code == 5
+    assert [f"{name} {what}" for name, what, _ in notes(tmp_path)][2:] == ["a saved"]
+    assert not any(stage.done for stage in stages)
+    told = capsys.readouterr().out
+    assert told.count("failed; the end of") == 1 and "what went wrong" in told
+
+
+def test_a_stage_that_stops_early_is_not_done(scripts: None, tmp_path: Path) -> None:
+    (stage,) = stages_of(tmp_path, ("prepare", "a", "", ""))
+    stage = replace(stage, output=tmp_path / "responses.jsonl")
     with pytest.raises(ValueError, match="not complete"):
-        experiment.run_stage(stage)
+        experiment.Runner([stage], jobs=1, logs=tmp_path, console=Console()).run()
+    assert not stage.done
     (tmp_path / "responses.jsonl").write_text("")
-    experiment.run_stage(stage)
+    experiment.Runner([stage], jobs=1, logs=tmp_path, console=Console()).run()
     assert stage.done
     (tmp_path / "responses.jsonl").unlink()
     assert not stage.done
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stage_has_time_to_save(number: signal.Signals, tmp_path: Path) -> None:
+def test_more_jobs_than_cores(tmp_path: Path) -> None:
+    if not hasattr(os, "sched_getaffinity"):
+        pytest.skip("this system does not bind processes to cores, so that any number of jobs is as good")
+    with pytest.raises(ValueError, match=r"jobs 1000: this process may use \d+ cores"):
+        experiment.Runner([], jobs=1000, logs=tmp_path, console=Console())
+
+
+@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGTERM, 1)])
+def test_stages_have_time_to_save(number: signal.Signals, jobs: int, tmp_path: Path) -> None:
     """As `outrider train` does: a signal, a second of saving, a status of its own."""
-    saved, ready = tmp_path / "saved", tmp_path / "ready"
-    child = f"""
-import pathlib, signal, sys, time
-def save(*_):
-    time.sleep(0.6)
-    pathlib.Path({str(saved)!r}).touch()
-    sys.exit(3)
-signal.signal(signal.SIGINT, save)
-signal.signal(signal.SIGTERM, save)
-pathlib.Path({str(ready)!r}).touch()
-time.sleep(600)
-"""
+    rows = [("train", name, "stay", "") for name in "abc"]
     parent = f"""
-import sys
-from outrider.cli.experiment import run_command
-sys.exit(run_command([sys.executable, "-c", {child!r}]))
+import sys, typer
+from pathlib import Path
+from rich.console import Console
+import outrider.cli.experiment as experiment
+from tests.evaluation.test_experiment import SCRIPT, stages_of
+experiment.command_of = lambda stage: [sys.executable, "-c", SCRIPT, *stage.args[1:]]
+directory = Path({str(tmp_path)!r})
+try:
+    experiment.Runner(stages_of(directory, *{rows!r}), jobs={jobs}, logs=directory, console=Console()).run()
+except typer.Exit as ended:
+    sys.exit(ended.exit_code)
 """
-    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True, cwd=ROOT)
     deadline = time.monotonic() + 300
-    while not ready.exists():
+    while not (tmp_path / "notes").exists() or len(notes(tmp_path)) < jobs:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
-    assert process.wait(300) == 3 and saved.exists()
+    assert process.wait(300) == 128 + number
+    assert sorted(f"{name} {what}" for name, what, _ in notes(tmp_path) if what != "began") == [
+        f"{name} saved" for name in "ab"[:jobs]
+    ]

@@ -3747,6 +3747,50 @@ MUTANTS: list[Mutant] = [
             "if not question:",
             "tests/evaluation/test_experiment.py::test_mistakes_are_found_before_anything_runs",
         ),
+        (
+            "experiment_calibrates_beside_its_training",
+            "a calibration may run beside the training whose drafter it calibrates",
+            """(verb in ("train", "eval") and stage.args[0] != "calibrate")""",
+            """verb in ("train", "eval")""",
+            "tests/evaluation/test_experiment.py::test_stages_side_by_side",
+        ),
+    ),
+    *_of(
+        "cli/experiment.py",
+        "tests/evaluation/test_experiment.py::test_stages_side_by_side",
+        (
+            "experiment_jobs_on_the_same_cores",
+            "jobs are not bound to cores of their own",
+            "    if cores is not None:\n        os.sched_setaffinity(0, cores)",
+            "    del cores",
+        ),
+        (
+            "experiment_starts_after_a_failure",
+            "behind a failure the next stages are started",
+            "            if self.ended is not None:\n                return\n\n    def _run_stage",
+            "\n    def _run_stage",
+            "tests/evaluation/test_experiment.py::test_a_stage_that_fails_ends_the_experiment",
+            (
+                (
+                    "                if self.ended is not None:\n                    return\n                process",
+                    "                process",
+                ),
+            ),
+        ),
+        (
+            "experiment_leaves_others_running",
+            "behind a failure the other job runs to its end",
+            "self._end(error, tell=signal.SIGTERM)",
+            "self._end(error, tell=None)",
+            "tests/evaluation/test_experiment.py::test_a_stage_that_fails_ends_the_experiment",
+        ),
+        (
+            "experiment_signals_one_stage",
+            "of the stages that run, the first alone is told to save",
+            "for process in self.running:",
+            "for process in self.running[:1]:",
+            "tests/evaluation/test_experiment.py::test_stages_have_time_to_save",
+        ),
     ),
     *_of(
         "evaluation/comparison.py",

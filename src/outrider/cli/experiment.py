@@ -7,10 +7,16 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -131,17 +137,13 @@ def experiment(
         _dry_run(loaded, stages, console)
         return
     check_experiment(loaded, table, stages)
-    for number, stage in enumerate(stages, start=1):
-        done = "done: " if stage.done else ""
-        line = f"[{number}/{len(stages)}] {done}{shlex.join(['outrider', *stage.args])}"
-        show_lines(console, line)
-        if not done:
-            run_stage(stage)
+    Runner(stages, jobs=loaded.jobs, logs=Path(loaded.out) / "logs", console=console).run()
 
 
 def _dry_run(table: ExperimentTable, stages: Sequence[Stage], console: Console) -> None:
     """The commands, done ones too; then what each takes, where that is known before the earlier ones have run."""
     from outrider.cli.dry_run import measurements, of_stage, spoken_time
+    from outrider.evaluation.experiment import side_by_side
     from outrider.target.hub import resolve_model
 
     numbered = [(f"[{number}/{len(stages)}]", stage) for number, stage in enumerate(stages, start=1)]
@@ -153,8 +155,15 @@ def _dry_run(table: ExperimentTable, stages: Sequence[Stage], console: Console) 
     except ValueError:
         show_lines(console, f"times are not known: the target {table.target} is not on this machine")
         return
+    bind_to(core_shares(table.jobs)[0])
     set_up(table.threads)
-    show_lines(console, "times; each training is measured by a step of two conversations:")
+    where = ", on the cores of one job" if table.jobs > 1 else ""
+    show_lines(console, f"times{where}; each training is measured by a step of two conversations:")
+    together = {
+        id(stage): min(table.jobs, len(chains))
+        for chains in side_by_side(stages)
+        for stage in chain.from_iterable(chains)
+    }
     known, whole = measurements(console, brief=True), 0.0
     for number, stage in numbered:
         if stage.done:
@@ -166,39 +175,140 @@ def _dry_run(table: ExperimentTable, stages: Sequence[Stage], console: Console) 
             show_lines(console, f"{name}: time not known: {error}")
             continue
         if seconds:
-            whole += seconds
+            whole += seconds / together[id(stage)]
             show_lines(console, f"{name}: about {spoken_time(seconds)}")
     show_lines(console, f"in all about {spoken_time(whole)}, without what has no time above")
 
 
-def run_stage(stage: Stage) -> None:
-    """A process of its own: measurements begin with clean memory, and it is the command that can be given by hand.
+# ----------------------------------------------------------------------------
+# Running. With `jobs: 2`, each job in a thread that is bound to its share of the cores, which its processes inherit:
+#
+#     prepare -> features -> | train a 0, then its calibration ; train c 0 | -> | eval a 0 ; ... | -> bench-drafters
+#                            | train b 0 ; ...                             |    | eval b 0 ; ... |
+# ----------------------------------------------------------------------------
+
+_SHOWN_LINES = 15  # of the log of a stage that failed
+
+
+def command_of(stage: Stage) -> list[str]:
+    """A process of its own: measurements begin with clean memory, and it is the command that can be given by hand."""
+    return [sys.executable, "-m", "outrider.cli.main", *stage.args]
+
+
+class Runner:
+    """Runs what is not done yet of a table's stages.
+
+    After the first failure or signal nothing is started any more, and what runs is told to save and end.
+
+    Args:
+        jobs: stages at a time.
+        logs: directory for what stages print that do not run alone.
 
     Raises:
-        typer.Exit: it failed; the status is its own.
-        ValueError: it stopped before its work was complete.
+        ValueError: there are fewer cores than jobs.
     """
-    status = run_command([sys.executable, "-m", "outrider.cli.main", *stage.args])
-    if status:
-        raise typer.Exit(status if status > 0 else 128 - status)
-    if not stage.complete:
-        raise ValueError(f"{stage.output} is not complete yet; the same command goes on from there.")
-    stage.mark()
 
+    def __init__(self, stages: Sequence[Stage], *, jobs: int, logs: Path, console: Console) -> None:
+        self.stages, self.logs, self.console = stages, logs, console
+        self.shares = core_shares(jobs)
+        self.lock = Lock()  # of the two below: no process may start behind a signal's back
+        self.running: list[subprocess.Popen[bytes]] = []
+        self.ended: Exception | None = None  # why nothing is started any more
 
-def run_command(command: list[str]) -> int:
-    """Wait for a child, whatever signal comes: it is the child's to save what it has, and its status counts."""
-    with subprocess.Popen(command) as child:
+    def run(self) -> None:
+        """Run them.
 
-        def pass_on(number: int, _frame: object) -> None:
-            child.send_signal(number)
+        Raises:
+            typer.Exit: a stage failed, and the status is its own, or a signal came.
+            ValueError: a stage stopped before its work was complete.
+        """
+        from outrider.evaluation.experiment import side_by_side
 
-        former = {
-            signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),  # the terminal gave it to the child as well
-            signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
-        }
+        former = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            return child.wait()
+            for chains in side_by_side(self.stages):
+                self._run_group(chains)
+                if self.ended is not None:
+                    raise self.ended
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
+
+    def _run_group(self, chains: Sequence[Sequence[Stage]]) -> None:
+        workers = min(len(self.shares), len(chains))
+        shares = SimpleQueue[set[int] | None]()
+        for share in self.shares if workers > 1 else [None]:
+            shares.put(share)
+        with ThreadPoolExecutor(workers, initializer=lambda: bind_to(shares.get())) as pool:
+            list(pool.map(partial(self._run_chain, alone=workers == 1), chains))
+
+    def _run_chain(self, chain: Sequence[Stage], alone: bool) -> None:
+        for stage in chain:
+            try:
+                self._run_stage(stage, None if alone else self._log(stage))
+            except (typer.Exit, ValueError, OSError) as error:
+                self._end(error, tell=signal.SIGTERM)
+            if self.ended is not None:
+                return
+
+    def _run_stage(self, stage: Stage, log: Path | None) -> None:
+        number, done = f"[{self.stages.index(stage) + 1}/{len(self.stages)}]", stage.done
+        show_lines(self.console, f"{number} {'done: ' if done else ''}{shlex.join(['outrider', *stage.args])}")
+        if done:
+            return
+        began = time.monotonic()
+        with nullcontext() if log is None else log.open("wb") as output:
+            with self.lock:
+                if self.ended is not None:
+                    return
+                process = subprocess.Popen(command_of(stage), stdout=output, stderr=output)
+                self.running.append(process)
+            status = process.wait()
+        with self.lock:
+            self.running.remove(process)
+        if status:
+            if log is not None and self.ended is None:
+                lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+                show_lines(self.console, f"{number} failed; the end of {log}:", *lines[-_SHOWN_LINES:])
+            raise typer.Exit(status if status > 0 else 128 - status)
+        if not stage.complete:
+            raise ValueError(f"{stage.output} is not complete yet; the same command goes on from there.")
+        stage.mark()
+        if log is not None:
+            show_lines(self.console, f"{number} ended well after {(time.monotonic() - began) / 60:.1f} min")
+
+    def _log(self, stage: Stage) -> Path:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        return self.logs / f"{stage.stamp.name if stage.stamp is not None else stage.args[0]}.log"
+
+    def _signalled(self, number: int, _frame: object) -> None:
+        """It is the stages' to save what they have. A terminal gives SIGINT to all processes itself."""
+        self._end(typer.Exit(128 + number), tell=None if number == signal.SIGINT else number)
+
+    def _end(self, why: Exception, tell: int | None) -> None:
+        with self.lock:
+            if self.ended is None and tell is not None:
+                for process in self.running:
+                    process.send_signal(tell)
+            self.ended = self.ended or why
+
+
+def core_shares(jobs: int) -> list[set[int] | None]:
+    """The cores of each job, as many as of any other; None: wherever the system puts it.
+
+    Raises:
+        ValueError: there are fewer cores than jobs.
+    """
+    if jobs == 1 or not hasattr(os, "sched_getaffinity"):
+        return [None] * jobs
+    cores = sorted(os.sched_getaffinity(0))
+    if jobs > len(cores):
+        raise ValueError(f"jobs {jobs}: this process may use {len(cores)} cores, and every job takes one at least.")
+    each = len(cores) // jobs
+    return [set(cores[place * each : (place + 1) * each]) for place in range(jobs)]
+
+
+def bind_to(cores: set[int] | None) -> None:
+    """Let this thread, and the processes that it starts, run on these cores alone."""
+    if cores is not None:
+        os.sched_setaffinity(0, cores)

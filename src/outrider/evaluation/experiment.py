@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ class ExperimentTable(Section):
     feature_aux_layers: list[int] | None = None
     seeds: list[int] = Field([0], min_length=1)
     threads: int | None = Field(None, ge=1, le=1024)
+    jobs: int = Field(1, ge=1, le=1024)  # trainings, and then evaluations, that run side by side on shares of the cores
     # Recipe fields of every trained row; a row's own come after them. Those of its data section (prompts, max_minutes)
     # are also the ones that responses are made with.
     set: dict[str, Any] = Field({})
@@ -312,6 +313,21 @@ def plan(table: ExperimentTable) -> list[Stage]:
     measured = [list(_evaluations(table, condition)) for condition in ("", *table.conditions)]
     comparisons = [_comparison(table, evaluations, costs) for evaluations in measured]
     return [*data, *_trainings(table, fields, inputs), *chain.from_iterable(measured), *costs, *comparisons]
+
+
+def side_by_side(stages: Sequence[Stage]) -> Iterator[list[list[Stage]]]:
+    """The stages in groups that follow each other; the chains of a group may run at once, each in its order.
+
+    The trainings are one group, each with its calibration behind it, and the evaluations are another. All else runs
+    alone: what drafting costs is measured while nothing else computes.
+    """
+    for verb, group in groupby(stages, key=lambda stage: stage.args[0].replace("calibrate", "train")):
+        chains: list[list[Stage]] = []
+        for stage in group:
+            if not chains or (verb in ("train", "eval") and stage.args[0] != "calibrate"):
+                chains.append([])
+            chains[-1].append(stage)
+        yield chains
 
 
 def _comparison(table: ExperimentTable, evaluations: Sequence[Stage], costs: Sequence[Stage]) -> Stage:
