@@ -362,6 +362,9 @@ def test_eval_writes_results_with_identical_output(run: Run, toy: Path, tmp_path
     assert task.greedy_identical and task.greedy_mismatches == 0
     assert "FixedPolicy(length=3)" in str(results.settings["policy"]) and results.versions["outrider"]
     assert sum(task.acceptance_histogram) == task.rounds and not any(task.acceptance_histogram[4:])
+    assert task.by_prompt is not None and len(task.by_prompt) == 2, "the turns of a conversation together"
+    tokens, rounds = map(sum, zip(*task.by_prompt, strict=True))
+    assert rounds == task.rounds and tokens / rounds == pytest.approx(task.accepted_length)
     lines = found[1].splitlines()
     verdict = next(i for i, line in enumerate(lines) if line.startswith("Verdict: "))
     assert (

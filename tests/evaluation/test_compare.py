@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
 from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
@@ -17,9 +20,11 @@ from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.drafters.registry import method_of
 from outrider.evaluation.comparison import (
     HEADINGS,
+    Group,
     LabelledResults,
     answers,
     compare,
+    difference_interval,
     figures_of,
     load_comparison,
     load_results,
@@ -105,16 +110,46 @@ def test_questions_are_answered_with_the_spread_of_the_seeds(tmp_path: Path) -> 
     questions = {"which": ["a", "b", "c"], "others": ["b", "c"]}
     comparison = compare([loaded(one) for one in found], questions=questions)
     rows_of_which = answers(comparison)[:3]
-    assert rows_of_which[0] == ["which", "a", "1.75 (1.50-2.00)", "", ""]
-    assert rows_of_which[1] == ["which", "b", "1.60", "-0.15", "0.3"]
+    assert rows_of_which[0] == ["which", "a", "1.75 (1.50-2.00)", "", "", ""]
+    assert rows_of_which[1] == ["which", "b", "1.60", "-0.15", "-", "0.3"], "prompts were not recorded"
     assert [entry.curve for entry in comparison.groups[0].entries] == 2 * [[(5, 1.5), (10, 2.0)]]
     assert not comparison.groups[2].entries[0].curve
     names = [path.name for path in write_comparison(comparison, tmp_path / "out")]
     assert names[-2:] == ["questions.png", "convergence.png"]
-    assert "| which | b | 1.60 | -0.15 | 0.3 |" in (tmp_path / "out/comparison.md").read_text()
+    assert "| which | b | 1.60 | -0.15 | - | 0.3 |" in (tmp_path / "out/comparison.md").read_text()
     assert load_comparison(tmp_path / "out/comparison.json").questions == questions
     with pytest.raises(ValueError, match="question 'which': no results are called d"):
         compare([loaded(one) for one in found], questions={"which": ["a", "d"]})
+
+
+def test_the_interval_of_a_difference_is_that_of_prompts_and_seeds() -> None:
+    """Beside the normal one of many prompts with ten rounds each, whose paired differences alone matter."""
+    random = np.random.default_rng(5)
+    hardness = random.normal(20, 5, 400)  # what the prompts have in common
+
+    def group(label: str, gain: float, seeds: Sequence[float] = (0.0,)) -> Group:
+        found = []
+        for shift in seeds:
+            tokens = (hardness + gain + shift + random.normal(0, 2, 400)).round()
+            one = task_result("math", 2.0, by_prompt=[(int(count), 10) for count in tokens])
+            found.append(loaded(results(label, seed=len(found), tasks=[one])))
+        return compare(found).groups[0]
+
+    def difference(first: Group, other: Group) -> NDArray[np.float64]:
+        a, b = (np.array(group.entries[0].figures[0].by_prompt)[:, 0] / 10 for group in (first, other))
+        return np.asarray(b - a)
+
+    first, other = group("a", 0.0), group("b", 1.0)
+    paired = difference(first, other)
+    interval = difference_interval(first, other)
+    half = 1.96 * paired.std() / 20
+    assert interval == pytest.approx((paired.mean() - half, paired.mean() + half), abs=0.1 * half)
+    assert difference_interval(first, first) == (0, 0)
+    spread = difference_interval(first, group("c", 1.0, seeds=(-2.0, 2.0)))
+    assert spread is not None and spread[1] - spread[0] == pytest.approx(0.4, abs=0.1), (
+        "from the lower seed to the higher"
+    )
+    assert difference_interval(first, compare([loaded(results("d"))]).groups[0]) is None, "prompts were not recorded"
 
 
 def test_a_question_of_the_command_line(run: Run, tmp_path: Path) -> None:

@@ -3801,6 +3801,20 @@ MUTANTS: list[Mutant] = [
             "if steps and group.label in",
             "if group.label in",
         ),
+        (
+            "bootstrap_unpaired",
+            "the prompts of two drafters are drawn each on its own",
+            "[_resampled(mine, times_RP) for mine in found]",
+            "[_resampled(mine, random.permutation(times_RP)) for mine in found]",
+            "tests/evaluation/test_compare.py::test_the_interval_of_a_difference_is_that_of_prompts_and_seeds",
+        ),
+        (
+            "bootstrap_keeps_seeds",
+            "the interval of a difference is that of prompts alone, and says nothing of seeds",
+            "np.take_along_axis(tau_RS, seeds_RS, axis=1).mean(axis=1)",
+            "tau_RS.mean(axis=1)",
+            "tests/evaluation/test_compare.py::test_the_interval_of_a_difference_is_that_of_prompts_and_seeds",
+        ),
     ),
     *_of(
         "data/sources.py",

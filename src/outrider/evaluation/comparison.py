@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -142,6 +144,7 @@ def _shortened(value: str) -> str:
 
 
 MEAN = "mean"
+_REPLICATES = 4000  # of a bootstrap
 FIGURES = ("accepted_length", "acceptance_rate", "speedup", "draft_ms", "verify_ms")
 
 
@@ -164,6 +167,7 @@ class Figures(BaseModel):
     conditional_acceptance: list[float | None] = []  # [] in a mean
     reached: list[int] = []  # rounds in which position k was verified after k-1 accepted drafts; [] in a mean
     speedup_quartiles: list[float] = []  # over turns; [] in a mean
+    by_prompt: list[tuple[int, int]] = []  # tokens and rounds of each prompt; [] in a mean, or not recorded
 
 
 class Spread(BaseModel):
@@ -342,6 +346,7 @@ def figures_of(task: TaskResult) -> Figures:
         conditional_acceptance=task.conditional_acceptance,
         reached=task.reached,
         speedup_quartiles=task.speedup_quartiles,
+        by_prompt=task.by_prompt or [],
     )
 
 
@@ -354,6 +359,36 @@ def speedups_of(comparison: Comparison) -> dict[str, list[Speedup]]:
             low, _, high = figures.speedup_quartiles
             mine.append(Speedup(figures.task, figures.speedup, low, high=high, samples=figures.turns))
     return found
+
+
+def difference_interval(first: Group, other: Group) -> tuple[float, float] | None:
+    """95 % of the difference of two mean accepted lengths, `other` less `first`; None where prompts were not recorded.
+
+    A paired bootstrap: in every replicate the prompts of each task are drawn anew, the same for both, and so are the
+    results (seeds) of each. Of two seeds it knows little: they are drawn as they are.
+    """
+    random, taus = np.random.default_rng(0), []
+    for place in range(len(first.entries[0].figures) - 1):  # without the mean
+        found = [[entry.figures[place].by_prompt for entry in group.entries] for group in (first, other)]
+        sizes = {len(one) for mine in found for one in mine}
+        if len(sizes) > 1 or 0 in sizes:
+            return None
+        (prompts,) = sizes
+        times_RP = random.multinomial(prompts, [1 / prompts] * prompts, size=_REPLICATES)
+        taus.append([_resampled(mine, times_RP) for mine in found])
+    means = []
+    for tau_TRS in zip(*taus, strict=True):
+        tau_RS = np.mean(tau_TRS, axis=0)
+        seeds_RS = random.integers(tau_RS.shape[1], size=tau_RS.shape)
+        means.append(np.take_along_axis(tau_RS, seeds_RS, axis=1).mean(axis=1))
+    low, high = np.quantile(means[1] - means[0], [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _resampled(results: Sequence[Sequence[tuple[int, int]]], times_RP: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Accepted length [replicates, results] of prompts (tokens, rounds) that are drawn so often."""
+    tokens_SP, rounds_SP = np.moveaxis(np.array(results, dtype=np.float64), 2, 0)
+    return (times_RP @ tokens_SP.T) / (times_RP @ rounds_SP.T)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -467,8 +502,8 @@ def plot_tau_and_speedup(comparison: Comparison, path: Path, most: int = BEST) -
 def plot_questions(comparison: Comparison, path: Path) -> None:
     """Plot tau, the mean over tasks, of the labels of each question: a panel per question.
 
-    A dot is the mean over a label's results, a line reaches from the lowest to the highest. The band is that of the
-    first label.
+    A large dot is the mean over a label's results, small ones are the results. The line is where the mean would be with
+    95 % of the differences to the first label (`difference_interval`): what it leaves out differs from the first.
     """
     groups, asked = {group.label: group for group in comparison.groups}, comparison.questions
     columns = min(3, len(asked))
@@ -482,19 +517,26 @@ def plot_questions(comparison: Comparison, path: Path) -> None:
         for place, label in enumerate(labels):
             tau = groups[label].spreads[MEAN]["accepted_length"]
             assert tau is not None
+            right = tau.high
             if not place:
-                axes.axvspan(tau.low, tau.high, color=GREY, alpha=0.4, linewidth=0)
-                axes.axvline(tau.mean, color=GREY, linewidth=1)
-            axes.plot([tau.low, tau.high], [place, place], color=COLOURS[0], linewidth=1.6)
+                first = tau.mean
+                axes.axvline(first, color=GREY, linewidth=1)
+            elif (interval := difference_interval(groups[labels[0]], groups[label])) is not None:
+                low, high = first + interval[0], first + interval[1]
+                axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=1.6)
+                right = max(right, high)
+            seeds = [entry.figures[-1].accepted_length for entry in groups[label].entries]
+            axes.plot(seeds, [place] * len(seeds), "o", color=COLOURS[0], markersize=2.5)
             axes.plot([tau.mean], [place], "o", color=COLOURS[0], markersize=5)
-            label_point(axes, f"{tau.mean:.2f}", x=tau.high, y=place)
+            label_point(axes, f"{tau.mean:.2f}", x=right, y=place)
         axes.set_title(question, fontsize=10)
         axes.set_yticks(range(len(labels)), [groups[label].name for label in labels], fontsize=8)
         axes.invert_yaxis()
         axes.margins(x=0.2, y=0.15)
         axes.grid(alpha=0.3, axis="x")
         axes.tick_params(labelbottom=True)
-    figure.supxlabel("\u03c4, tokens per target pass, mean over tasks; lines: lowest to highest seed", fontsize=9)
+    about = "small dots: seeds; lines: 95 % of the difference to the first"
+    figure.supxlabel(f"\u03c4, tokens per target pass, mean over tasks; {about}", fontsize=9)
     save_figure(figure, path, "Accepted length by question", *_facts(comparison, len(comparison.groups)))
 
 
@@ -658,16 +700,17 @@ def notes(comparison: Comparison) -> list[str]:
     return lines
 
 
-QUESTION_HEADINGS = ("question", "drafter", "tau", "difference", "in spreads")
+QUESTION_HEADINGS = ("question", "drafter", "tau", "difference", "95 %", "in spreads")
 
 
 def answers(comparison: Comparison) -> list[list[str]]:
     """Cells under `QUESTION_HEADINGS`: tau, the mean over tasks, and its difference to the question's first label.
 
-    The last cell is that difference over the larger of the two spreads (highest less lowest result); below 3 more
-    seeds are wanted.
+    Then its 95 % (`difference_interval`), and the difference over the larger of the two spreads (highest less lowest
+    result); below 3 more seeds are wanted.
     """
-    taus = {group.label: group.spreads[MEAN]["accepted_length"] for group in comparison.groups}
+    groups = {group.label: group for group in comparison.groups}
+    taus = {label: group.spreads[MEAN]["accepted_length"] for label, group in groups.items()}
     found = []
     for question, labels in comparison.questions.items():
         first = taus[labels[0]]
@@ -675,9 +718,14 @@ def answers(comparison: Comparison) -> list[list[str]]:
             tau = taus[label]
             assert first is not None and tau is not None
             difference, spread = tau.mean - first.mean, max(first.high - first.low, tau.high - tau.low)
-            compared = ["", ""] if label == labels[0] else [
-                f"{difference:+.2f}", f"{abs(difference) / spread:.1f}" if spread else _UNKNOWN
-            ]  # fmt: skip
+            compared = ["", "", ""]
+            if label != labels[0]:
+                interval = difference_interval(groups[labels[0]], groups[label])
+                compared = [
+                    f"{difference:+.2f}",
+                    _UNKNOWN if interval is None else f"{interval[0]:+.2f} to {interval[1]:+.2f}",
+                    f"{abs(difference) / spread:.1f}" if spread else _UNKNOWN,
+                ]
             found.append([question, label, _spread_cell(tau, _FORMATS["accepted_length"]), *compared])
     return found
 
@@ -697,8 +745,9 @@ def markdown(comparison: Comparison) -> str:
     ]
     if comparison.questions:
         lines += ["", *markdown_table(QUESTION_HEADINGS, answers(comparison), text=QUESTION_HEADINGS[:2])]
-        lines += ["", "tau: mean over tasks. in spreads: the difference to the question's first drafter, over the "
-                  "larger spread (highest less lowest seed) of the two."]  # fmt: skip
+        lines += ["", "tau: mean over tasks. difference: to the question's first drafter. 95 %: of it, by a bootstrap "
+                  "over prompts, the same for both, and seeds. in spreads: the difference over the larger spread "
+                  "(highest less lowest seed) of the two."]  # fmt: skip
     if comparison.draft_cost is not None:
         lines += ["", *cost_markdown(comparison.draft_cost)]
     return "\n".join(lines) + "\n"

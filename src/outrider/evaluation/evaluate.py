@@ -110,8 +110,8 @@ def evaluate(
                 raise ValueError(f"{name}, prompt {prompt.id}: {error}") from error
         on_progress(name, len(prompts), len(prompts))
         merged = {number: turns for part in ranks.gather(decoded) for number, turns in part.items()}
-        turns = [turn for number in range(len(prompts)) for turn in merged[number]]
-        results.append(_task_result(name, prompts, turns, gamma=drafter.gamma))
+        by_prompt = [merged[number] for number in range(len(prompts))]
+        results.append(_task_result(name, prompts, by_prompt, gamma=drafter.gamma))
     described = {"temperature": settings.params.temperature, "policy": repr(policy), "target": target.name}
     described |= {"max_new_tokens": settings.max_new_tokens, "max_samples": settings.max_samples}
     described |= {"device": target.device.type, "dtype": dtype_name(target.dtype)}
@@ -246,8 +246,11 @@ def compare_by(
     return "tie" if first - second < gap else "mismatch"
 
 
-def _task_result(name: str, prompts: Sequence[Conversation], turns: Sequence[DecodedTurn], gamma: int) -> TaskResult:
-    """The figures of one task from its decoded turns."""
+def _task_result(
+    name: str, prompts: Sequence[Conversation], by_prompt: Sequence[Sequence[DecodedTurn]], gamma: int
+) -> TaskResult:
+    """The figures of one task from the decoded turns of each prompt."""
+    turns = [turn for mine in by_prompt for turn in mine]
     rounds = [r for turn in turns for r in turn.speculative.rounds]
     length, conditional, histogram = acceptance(rounds, gamma)
     speculative = sum(turn.speculative.seconds for turn in turns)
@@ -278,7 +281,13 @@ def _task_result(name: str, prompts: Sequence[Conversation], turns: Sequence[Dec
         baseline_seconds=plain,
         verified_drafts=sum(r.admitted for r in rounds),
         prompts_sha256=prompts_digest(prompts),
+        by_prompt=[_tokens_and_rounds(mine) for mine in by_prompt],
     )
+
+
+def _tokens_and_rounds(turns: Sequence[DecodedTurn]) -> tuple[int, int]:
+    rounds = [r for turn in turns for r in turn.speculative.rounds]
+    return sum(r.committed for r in rounds), len(rounds)
 
 
 def _rate(generation: Generation) -> float:

@@ -93,6 +93,9 @@ class TaskResult(BaseModel):
     baseline_seconds: Amount
     verified_drafts: int | None  # drafts the target verified; None: not recorded
     prompts_sha256: str | None  # None: not recorded
+    by_prompt: list[tuple[int, int]] | None = (
+        None  # tokens of all rounds and rounds, of each prompt; None: not recorded
+    )
 
     @property
     def reached(self) -> list[int]:
