@@ -511,6 +511,7 @@ def plot_questions(comparison: Comparison, path: Path) -> None:
     most = max(map(len, asked.values()))
     size = (max(7.2, 4.4 * columns), lines * (0.24 * most + 0.9) + 0.6)
     figure, grid = plt.subplots(lines, columns, figsize=size, sharex=True, squeeze=False, layout="constrained")
+    intervals = False
     for axes in grid.flat[len(asked) :]:
         axes.set_axis_off()
     for axes, (question, labels) in zip(grid.flat, asked.items(), strict=False):
@@ -524,7 +525,7 @@ def plot_questions(comparison: Comparison, path: Path) -> None:
             elif (interval := difference_interval(groups[labels[0]], groups[label])) is not None:
                 low, high = first + interval[0], first + interval[1]
                 axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=1.6)
-                right = max(right, high)
+                right, intervals = max(right, high), True
             seeds = [entry.figures[-1].accepted_length for entry in groups[label].entries]
             axes.plot(seeds, [place] * len(seeds), "o", color=COLOURS[0], markersize=2.5)
             axes.plot([tau.mean], [place], "o", color=COLOURS[0], markersize=5)
@@ -535,8 +536,8 @@ def plot_questions(comparison: Comparison, path: Path) -> None:
         axes.margins(x=0.2, y=0.15)
         axes.grid(alpha=0.3, axis="x")
         axes.tick_params(labelbottom=True)
-    about = "small dots: seeds; lines: 95 % of the difference to the first"
-    figure.supxlabel(f"\u03c4, tokens per target pass, mean over tasks; {about}", fontsize=9)
+    lines_are = "; lines: 95 % of the difference to the first" if intervals else ""
+    figure.supxlabel(f"\u03c4, tokens per target pass, mean over tasks; small dots: seeds{lines_are}", fontsize=9)
     save_figure(figure, path, "Accepted length by question", *_facts(comparison, len(comparison.groups)))
 
 
@@ -562,18 +563,19 @@ def plot_convergence(comparison: Comparison, path: Path) -> None:
              comparison.questions.items()}  # fmt: skip
     asked = {question: labels[:MOST_SERIES] for question, labels in asked.items() if labels}
     figure, panels = small_multiples(len(asked), 3, panel=(4.4, 2.8))
-    for axes, (question, labels) in zip(panels, asked.items(), strict=True):
-        ends = []
+    ends: list[list[LineEnd]] = [[] for _ in panels]
+    for axes, (question, labels), mine in zip(panels, asked.items(), ends, strict=True):
         for number, label in enumerate(labels):
             steps, heights = known[label]
             means = [sum(found) / len(found) for found in heights]
             axes.plot(steps, means, "o-", color=COLOURS[number], markersize=3)
             low, high = [min(found) for found in heights], [max(found) for found in heights]
             axes.fill_between(steps, low, high, color=COLOURS[number], alpha=0.15, linewidth=0)
-            ends.append(LineEnd(steps[-1], means[-1], text=label, color=COLOURS[number]))
+            mine.append(LineEnd(steps[-1], means[-1], text=label, color=COLOURS[number]))
         axes.set_title(question, fontsize=10)
         axes.grid(alpha=0.3)
-        label_ends(axes, ends)
+    for axes, mine in zip(panels, ends, strict=True):  # when the limits, which all panels share, are set
+        label_ends(axes, mine)
     figure.supxlabel("training step", fontsize=9)
     figure.supylabel("expected tokens per round, held out", fontsize=9)
     save_figure(figure, path, "Convergence; bands: lowest to highest seed", *_facts(comparison, len(comparison.groups)))
