@@ -150,6 +150,8 @@ def test_the_interval_of_a_difference_is_that_of_prompts_and_seeds() -> None:
         "from the lower seed to the higher"
     )
     assert difference_interval(first, compare([loaded(results("d"))]).groups[0]) is None, "prompts were not recorded"
+    idle = compare([loaded(results("e", tasks=[task_result("math", 2.0, by_prompt=[(0, 0)] * 400)]))]).groups[0]
+    assert difference_interval(first, idle) is None, "no round, no length"
 
 
 def test_a_question_of_the_command_line(run: Run, tmp_path: Path) -> None:

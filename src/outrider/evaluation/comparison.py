@@ -362,7 +362,9 @@ def speedups_of(comparison: Comparison) -> dict[str, list[Speedup]]:
 
 
 def difference_interval(first: Group, other: Group) -> tuple[float, float] | None:
-    """95 % of the difference of two mean accepted lengths, `other` less `first`; None where prompts were not recorded.
+    """95 % of the difference of two mean accepted lengths, `other` less `first`.
+
+    None where a result does not record its prompts, or one of them had no round.
 
     A paired bootstrap: in every replicate the prompts of each task are drawn anew, the same for both, and so are the
     results (seeds) of each. Of two seeds it knows little: they are drawn as they are.
@@ -371,7 +373,7 @@ def difference_interval(first: Group, other: Group) -> tuple[float, float] | Non
     for place in range(len(first.entries[0].figures) - 1):  # without the mean
         found = [[entry.figures[place].by_prompt for entry in group.entries] for group in (first, other)]
         sizes = {len(one) for mine in found for one in mine}
-        if len(sizes) > 1 or 0 in sizes:
+        if len(sizes) > 1 or 0 in sizes or not all(rounds for mine in found for one in mine for _, rounds in one):
             return None
         (prompts,) = sizes
         times_RP = random.multinomial(prompts, [1 / prompts] * prompts, size=_REPLICATES)

@@ -93,9 +93,8 @@ class TaskResult(BaseModel):
     baseline_seconds: Amount
     verified_drafts: int | None  # drafts the target verified; None: not recorded
     prompts_sha256: str | None  # None: not recorded
-    by_prompt: list[tuple[int, int]] | None = (
-        None  # tokens of all rounds and rounds, of each prompt; None: not recorded
-    )
+    # Tokens and rounds of each prompt, all of its turns together; None: not recorded.
+    by_prompt: list[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]] | None = None
 
     @property
     def reached(self) -> list[int]:
