@@ -9,6 +9,7 @@ import random
 import sysconfig
 import threading
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outrider.data.regenerate as sources
@@ -29,6 +31,7 @@ from outrider.data.regenerate import (
     decode_batch,
     plan_batches,
     regenerate,
+    temperature_of,
 )
 from outrider.data.responses import (
     FORMAT,
@@ -269,6 +272,31 @@ def test_what_is_said_does_not_depend_on_the_batch_but_on_the_seed(
     assert make(target, tmp_path / "2.jsonl", changed(SAMPLED, batch_size=5)).replies == alone
     assert make(target, tmp_path / "3.jsonl", SAMPLED, seed=5).replies != alone
     assert len({tuple(r.response) for r in alone}) > 5
+
+
+def test_each_conversation_has_one_of_several_temperatures(target: Target, tmp_path: Path) -> None:
+    """What it says is what it says where all have that temperature, whichever share its batch."""
+    temperatures = [0.0, 0.6, 1.3]
+    prompts = [*PROMPTS, *(Conversation(f"q{i}", ("q",)) for i in range(4))]
+    mixture = changed(SAMPLED, temperature=temperatures, batch_size=3)
+    mixed = make(target, tmp_path / "mixed.jsonl", mixture, prompts).replies
+    alike = [
+        {key(r): r for r in make(target, tmp_path / f"{T}.jsonl", changed(SAMPLED, temperature=T), prompts).replies}
+        for T in temperatures
+    ]
+    of_each = {reply.id: temperatures.index(temperature_of(reply.id, temperatures)) for reply in mixed}
+    assert mixed == [alike[of_each[r.id]][key(r)] for r in mixed]
+    assert set(of_each.values()) == {0, 1, 2}, "the prompts have all three"
+    assert all(mixed != [chosen[key(r)] for r in mixed] for chosen in alike)
+    drawn = Counter(temperature_of(f"p{i}", temperatures) for i in range(3000))
+    assert all(900 < drawn[T] < 1100 for T in temperatures)
+    assert read_responses(tmp_path / "mixed.jsonl")[0]["temperature"] == temperatures
+
+
+@pytest.mark.parametrize("temperatures", [[], -0.5, [0.0, -1.0], True, "warm"])
+def test_temperatures_that_are_none(temperatures: object) -> None:
+    with pytest.raises(ValidationError, match="temperature"):
+        DataSection(responses="r.jsonl", temperature=temperatures)  # type: ignore[arg-type]
 
 
 def test_sampling_follows_the_targets_distribution(target: Target) -> None:

@@ -34,6 +34,7 @@ from outrider.data.regenerate import (
     reply_of,
 )
 from outrider.data.responses import Reply, companion_file, read_responses
+from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from tests.toys.command_line import Run
 from tests.toys.openai_server import ToyServer, dead_url, serving
@@ -249,7 +250,7 @@ def answer(**choice: Any) -> Part:
     ],
 )
 def test_answers_that_no_retry_improves(target: Target, given: Part, error: str) -> None:
-    request = Request("a", 0, [5, 6], 1, False, [], ())
+    request = Request("a", 0, [5, 6], SamplingParams(seed=1), False, [], ())
     with pytest.raises(Unusable, match=error):
         reply_of(given, request, Chat.of(target), chat_api=False)
     message = {"content": None, "tool_calls": [{"id": 1}]}
@@ -258,7 +259,7 @@ def test_answers_that_no_retry_improves(target: Target, given: Part, error: str)
 
 
 def test_the_stop_token_of_a_text_answer_is_put_back(target: Target) -> None:
-    chat, request = Chat.of(target), Request("a", 0, [5, 6], 1, False, [], ())
+    chat, request = Chat.of(target), Request("a", 0, [5, 6], SamplingParams(seed=1), False, [], ())
     chat = replace(chat, eos_ids=frozenset([chat.tokenizer.eos_token_id, 9]))
     ab = list(chat.tokenizer("ab")["input_ids"])
     assert reply_of(answer(), request, chat, False).response == [*ab, chat.tokenizer.eos_token_id]
@@ -476,7 +477,7 @@ def test_an_interrupt_is_never_raised_inside_the_event_loop(target: Target) -> N
         threads.add(threading.get_ident())
         return False
 
-    requests = [Request(f"p{i}", 0, [5, 6], seed=i, done=False, messages=[], tools=()) for i in range(50)]
+    requests = [Request(f"p{i}", 0, [5, 6], SamplingParams(seed=i), False, [], ()) for i in range(50)]
     with serving(ToyServer(target)) as server:
         source = ServerSource(Chat.of(target), section(base_urls=[server.url], concurrency=2))
         answers = source.answer(requests, stop)

@@ -28,6 +28,7 @@ import outrider.evaluation.doctor.examine as run
 from outrider.cli.main import app
 from outrider.data.chat import Chat, render
 from outrider.data.conversations import Conversation
+from outrider.data.regenerate import temperature_of
 from outrider.data.responses import Reply, read_responses
 from outrider.drafters.config import mask_token_id
 from outrider.evaluation.doctor.case import Check, Finding, Inputs, read_data, read_drafter
@@ -316,6 +317,19 @@ def test_sampled_responses_are_on_policy(home: Path, target: Target) -> None:
     assert diagnose(home, target, "data")["on-policy"].status == "ok"
     edit_replies(home, lambda r: r, temperature=0.0)
     assert diagnose(home, target, "data")["on-policy"].status != "ok", "sampled text is not what temperature 0 says"
+    temperatures = [0.0, 1.0]
+    said = {T: iter(decode(target, [r.prompt for r in replies], temperature=T)) for T in temperatures}
+    text = {r.id: {T: next(said[T]).tokens for T in temperatures} for r in replies}
+
+    def edit(own: Callable[[float], float]) -> str:
+        def edited(r: Reply) -> Reply:
+            return replace(r, response=text[r.id][own(temperature_of(r.id, temperatures))], finished=False)
+
+        edit_replies(home, edited, temperature=temperatures)
+        return diagnose(home, target, "data")["on-policy"].status
+
+    assert edit(lambda T: T) == "ok"
+    assert edit(lambda T: 1.0 - T) != "ok", "each was drawn at the other temperature"
 
 
 def test_contaminated_data(home: Path, target: Target) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.data.regenerate import Response, decode_batch
 from outrider.sampling import SamplingParams
@@ -18,6 +19,7 @@ def generate_batch(
 ) -> list[Response]:
     """The responses in the order of their prompts."""
     said: dict[int, Response] = {}
-    for ended in decode_batch(target, prompts, max_new_tokens, params=params, seeds=seeds):
+    own = [replace(params, seed=seed) for seed in seeds]
+    for ended in decode_batch(target, prompts, max_new_tokens, params=own):
         said |= ended
     return [said[number] for number in range(len(prompts))]

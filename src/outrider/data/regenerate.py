@@ -22,15 +22,24 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 from torch import Tensor
 
 from outrider.backends.openai import Endpoint, OpenAIClient, Part, parse_answer, retry_after, served_model, shown_url
@@ -73,6 +82,9 @@ class PromptSource(Section):
     """Before the first response; longer conversations are passed over."""
 
 
+Temperature = Annotated[float, Field(ge=0, strict=True)]
+
+
 class DataSection(Section):
     """A recipe's `data`: the prompts, how they are answered, and by whom."""
 
@@ -89,8 +101,8 @@ class DataSection(Section):
     """Longest response, in tokens."""
     max_prompt_tokens: int = Field(512, ge=1)
     """Longer prompts are skipped."""
-    temperature: float = Field(0.0, ge=0)
-    """Of the responses; 0: the likeliest token."""
+    temperature: Temperature | Annotated[list[Temperature], Field(min_length=1)] = 0.0
+    """Of the responses; 0: the likeliest token. Of several, each conversation has one."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the likeliest tokens of this total probability."""
     top_k: int = Field(0, ge=0)
@@ -116,11 +128,24 @@ class DataSection(Section):
     retries: int = Field(8, ge=0)
     """Of a failed request."""
 
+    @field_validator("temperature", mode="wrap")
+    @classmethod
+    def _temperatures(cls, value: object, check: ValidatorFunctionWrapHandler) -> float | list[float]:
+        try:
+            checked: float | list[float] = check(value)
+        except ValidationError as error:  # names each kind of value that it might have been
+            raise ValueError("give a number that is not negative, or a list of at least one") from error
+        return checked
+
     @model_validator(mode="after")
     def _has_a_source(self) -> DataSection:
         if not self.prompts and self.responses is None:
             raise ValueError("give prompts (at least 1 source), or responses that exist already")
         return self
+
+    def sampling(self, conversation: str) -> SamplingParams:
+        """How the responses of the conversation with this id are drawn, without their seeds."""
+        return SamplingParams(temperature_of(conversation, self.temperature), self.top_k, self.top_p)
 
     def response_settings(self, seed: int) -> dict[str, Any]:
         """What decides a response beside the target and the prompt, and which prompts were dropped, as a responses
@@ -129,6 +154,18 @@ class DataSection(Section):
         settings = {**{name: getattr(self, name) for name in names}, "seed": seed, "thinking": self.thinking}
         apart = sorted(prompts_label(name, self.directory) for name in self.not_in)
         return {**settings, "not_in": apart} if apart else settings
+
+
+def temperature_of(conversation: str, temperatures: float | list[float]) -> float:
+    """The temperature of a conversation's responses, by its id: one of several, whichever others there are."""
+    if not isinstance(temperatures, list):
+        return temperatures
+    return temperatures[_hash(conversation) % len(temperatures)]
+
+
+def _hash(text: str) -> int:
+    """A number below 2^31."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 @dataclass(frozen=True)
@@ -150,18 +187,14 @@ def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def decode_batch(
-    target: Target,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    params: SamplingParams,
-    seeds: Sequence[int],
+    target: Target, prompts: Sequence[list[int]], max_new_tokens: int, params: Sequence[SamplingParams]
 ) -> Iterator[dict[int, Response]]:
     """Decode one batch to its end, without speculation. Repetition penalty is not applied here.
 
     Yields after every step the responses that ended with it, by their prompts' numbers; most steps end none.
 
     Args:
-        seeds: one per prompt, in place of `params.seed`.
+        params: one per prompt; a seed of None is 0.
     """
     width = max(len(p) for p in prompts)
     tokens_BT = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -169,7 +202,7 @@ def decode_batch(
         tokens_BT[row, width - len(prompt) :] = torch.tensor(prompt)
     pad_B = torch.tensor([width - len(p) for p in prompts])
     cache = target.new_cache(width + max_new_tokens, pad_B.to(target.device))
-    uniform_BN = _uniform(seeds, max_new_tokens).to(target.device) if params.temperature > 0 else None
+    uniform_BN = _uniform([p.seed or 0 for p in params], max_new_tokens).to(target.device)
     out: list[list[int]] = [[] for _ in prompts]
     alive = list(range(len(prompts)))
     done: set[int] = set()
@@ -178,10 +211,7 @@ def decode_batch(
     for step in range(max_new_tokens):
         logits_BTV = target.forward(step_BT, cache).logits_BTV
         assert logits_BTV is not None
-        if uniform_BN is None:
-            next_B = logits_BTV[:, -1].argmax(-1)
-        else:
-            next_B = _draw(warp(logits_BTV[:, -1].float(), params, None), uniform_BN[alive, step])
+        next_B = _next_tokens(logits_BTV[:, -1], [params[row] for row in alive], uniform_BN[alive, step])
         ended: dict[int, Response] = {}
         for row, token in zip(alive, next_B.tolist(), strict=True):
             if row not in done:
@@ -199,6 +229,20 @@ def decode_batch(
             next_B = next_B[keep]
             alive = [alive[i] for i in going]
         step_BT = next_B[:, None]
+
+
+def _next_tokens(logits_BV: Tensor, params: Sequence[SamplingParams], uniform_B: Tensor) -> Tensor:
+    """[B] tokens, each drawn as its params say; those that differ in their seeds alone are drawn together."""
+    groups: dict[SamplingParams, list[int]] = {}
+    for row, own in enumerate(params):
+        groups.setdefault(replace(own, seed=None), []).append(row)
+    next_B = torch.empty(len(params), dtype=torch.long, device=logits_BV.device)
+    for shared, rows in groups.items():
+        if shared.temperature == 0:
+            next_B[rows] = logits_BV[rows].argmax(-1)
+        else:
+            next_B[rows] = _draw(warp(logits_BV[rows].float(), shared, None), uniform_B[rows])
+    return next_B
 
 
 def _uniform(seeds: Sequence[int], count: int) -> Tensor:
@@ -228,7 +272,7 @@ class Request:
     id: str
     turn: int
     prompt: list[int]
-    seed: int
+    sampling: SamplingParams  # with a seed of its own
     done: bool
     messages: list[Message]
     tools: tuple[dict[str, Any], ...]
@@ -267,16 +311,14 @@ class LocalSource(ResponseSource):
         return {"generator": "outrider", "dtype": dtype_name(self.target.dtype)}
 
     def answer(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[list[Reply | Failure]]:
-        data = self.data
-        params = SamplingParams(data.temperature, data.top_k, data.top_p)
-        for batch in plan_batches([len(r.prompt) for r in requests], data.batch_size):
+        for batch in plan_batches([len(r.prompt) for r in requests], self.data.batch_size):
             wanted = [requests[i] for i in batch if not requests[i].done]
             if not wanted:
                 continue
             if stop():
                 return
-            prompts, seeds = [r.prompt for r in wanted], [r.seed for r in wanted]
-            steps = decode_batch(self.target, prompts, data.max_new_tokens, params=params, seeds=seeds)
+            prompts, params = [r.prompt for r in wanted], [r.sampling for r in wanted]
+            steps = decode_batch(self.target, prompts, self.data.max_new_tokens, params=params)
             left = len(wanted)
             for step, ended in enumerate(steps, start=1):
                 left -= len(ended)
@@ -303,16 +345,17 @@ class Unusable(Exception):
 
 def payload(request: Request, data: DataSection, model: str) -> dict[str, Any]:
     """The JSON body for one request. Its seed is its own, so that the order of the requests does not matter."""
+    sampling = request.sampling
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": data.max_new_tokens,
-        "temperature": data.temperature,
-        "top_p": data.top_p,
-        "seed": request.seed,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
         "return_token_ids": True,
     }
-    if data.top_k:
-        body["top_k"] = data.top_k
+    if sampling.top_k:
+        body["top_k"] = sampling.top_k
     if not data.chat_api:
         return {**body, "prompt": request.prompt}
     body |= {"messages": request.messages, "chat_template_kwargs": {"enable_thinking": data.thinking}}
@@ -687,14 +730,13 @@ def _request(
         )
     said = [response_text(chat.tokenizer, reply.response) for reply in replies]
     messages = chat_messages(conversation.turns[: turn + 1], said)
-    digest = hashlib.sha256(f"{seed}\n{turn}\n{conversation.id}".encode()).digest()
-    own_seed = int.from_bytes(digest[:4], "big") >> 1  # below 2^31
+    own_seed = _hash(f"{seed}\n{turn}\n{conversation.id}")
     prompt = stored.prompt if stored is not None else prompts[0]
     return Request(
         conversation.id,
         turn,
         prompt,
-        seed=own_seed,
+        sampling=replace(source.data.sampling(conversation.id), seed=own_seed),
         done=stored is not None,
         messages=messages,
         tools=conversation.tools,

@@ -152,7 +152,7 @@ def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, ve
         try:
             found = TableMachine.model_validate(content)
         except ValidationError as error:
-            wrong = invalid_fields(error)[0].replace("Value error, ", "").rstrip(".")
+            wrong = invalid_fields(error)[0].rstrip(".")
             raise ValueError(f"{path}: {wrong}.") from None
     else:
         found = profile = Profile.load(path)

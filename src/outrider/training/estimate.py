@@ -285,7 +285,7 @@ def _measure_rates(measured: MeasuredTarget) -> Rates:
     params, steps = SamplingParams(), []
     for rows in _BATCHES:
         short = [prompt[-16:] for prompt in islice(cycle(prompts), rows)]
-        batch = decode_batch(target, short, 6, params=params, seeds=[0] * rows)
+        batch = decode_batch(target, short, 6, params=[params] * rows)
         next(batch)  # the prefill
         times = [_seconds(target.device, partial(next, batch, None)) for _ in range(4)]
         steps.append((rows, min(times)))  # what other processes take is no rate of this machine
@@ -293,7 +293,7 @@ def _measure_rates(measured: MeasuredTarget) -> Rates:
             break
     ended = tokens = 0
     alive, began = len(prompts), time.perf_counter()
-    for found in decode_batch(target, prompts, min(_REPLY_TOKENS, longest), params=params, seeds=[0] * alive):
+    for found in decode_batch(target, prompts, min(_REPLY_TOKENS, longest), params=[params] * alive):
         tokens += alive
         alive -= len(found)
         ended += sum(reply.finished for reply in found.values())

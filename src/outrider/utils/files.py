@@ -124,7 +124,8 @@ def check_space(directory: Path, needed: int, what: str, remedy: str) -> None:
 
 def invalid_fields(error: ValidationError, whole: str = "") -> list[str]:
     """`name: message` of each field that pydantic refused; `whole` is the name where it is no single field."""
-    return [f"{'.'.join(map(str, e['loc'])) or whole}: {e['msg']}" for e in error.errors()]
+    found = [(".".join(map(str, e["loc"])) or whole, e["msg"].removeprefix("Value error, ")) for e in error.errors()]
+    return [f"{name}: {message}" for name, message in found]
 
 
 @contextmanager

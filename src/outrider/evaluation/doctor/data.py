@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.data.chat import Chat, render
 from outrider.data.conversations import messages_of
+from outrider.data.regenerate import temperature_of
 from outrider.data.responses import TRUNCATED_SHARE, Reply, Sample
 from outrider.evaluation.doctor.case import Finding, Inputs, fault, graded, ok, skipped, warning
 from outrider.target.model import Target
@@ -353,16 +354,27 @@ _STANDARD_ERRORS = 4.0
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Likelihood of one sample under the target, per response token."""
+    """Likelihood of responses under the target, per response token, judged at the temperature they were drawn at.
+
+    A temperature of None: not recorded, drawn at 1 or below, where nll_1 <= entropy_1.
+    """
 
     id: str
+    temperature: float | None
     nll_R: torch.Tensor
     entropy_R: torch.Tensor
     agreement_R: torch.Tensor
 
-    def level(self, temperature: float | None) -> int:
-        """0 on-policy, 1 doubtful, 2 foreign, at the recorded temperature; None: at any temperature up to 1."""
-        if temperature == 0:
+    @staticmethod
+    def joined(parts: Sequence[Likelihood], temperature: float | None = None) -> Likelihood:
+        """All of them as one response."""
+        names = ("nll_R", "entropy_R", "agreement_R")
+        return Likelihood("all", temperature, *(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    @property
+    def level(self) -> int:
+        """0 on-policy, 1 doubtful, 2 foreign."""
+        if self.temperature == 0:
             return sum(self.agreement_R.mean().item() < limit for limit in _GREEDY)
         excess_R = self.nll_R - self.entropy_R
         noise = _STANDARD_ERRORS * excess_R.std().item() / len(excess_R) ** 0.5 if len(excess_R) > 1 else float("inf")
@@ -370,8 +382,8 @@ class Likelihood:
 
 
 @torch.inference_mode()
-def likelihood(target: Target, sample: Sample, temperature: float) -> Likelihood:
-    """Likelihood of a sample's responses under the target, at a temperature above 0."""
+def likelihood(target: Target, sample: Sample, temperature: float | None) -> Likelihood:
+    """Likelihood of a sample's responses under the target; at 1 where the temperature is 0 or None."""
     tokens = torch.tensor([sample.tokens[:-1]], device=target.device)
     output = target.forward(tokens, target.new_cache(tokens.shape[1]), logits=0)
     hidden_RD = output.hidden_BTD[0, sample.anchors]
@@ -379,34 +391,36 @@ def likelihood(target: Target, sample: Sample, temperature: float) -> Likelihood
     nll, entropy, agreement = [], [], []
     for rows, said in zip(hidden_RD.split(_HEAD_CHUNK), said_R.split(_HEAD_CHUNK), strict=True):
         logits = target.logits(rows).float()
-        log_p = (logits / temperature).log_softmax(-1)
+        log_p = (logits / (temperature or 1.0)).log_softmax(-1)
         nll.append(-log_p.gather(1, said[:, None])[:, 0])
         entropy.append(-(log_p.exp() * log_p).sum(-1))
         agreement.append((logits.argmax(-1) == said).float())
-    return Likelihood(sample.id, torch.cat(nll), torch.cat(entropy), agreement_R=torch.cat(agreement))
+    of_R = {"nll_R": torch.cat(nll), "entropy_R": torch.cat(entropy), "agreement_R": torch.cat(agreement)}
+    return Likelihood(sample.id, temperature, **of_R)
 
 
 def on_policy(inputs: Inputs) -> Finding:
     """Check that the responses are as likely under the target as its own samples are."""
-    recorded: float | None = inputs.settings.get("temperature")
-    temperature = recorded or 1.0  # not recorded: drawn at 1 or below, where nll_1 <= entropy_1
-    found = [likelihood(inputs.target, sample, temperature) for sample in inputs.chosen]
-    names = ("nll_R", "entropy_R", "agreement_R")
-    whole = Likelihood("all", *(torch.cat([getattr(f, name) for f in found]) for name in names))
+    recorded: float | list[float] | None = inputs.settings.get("temperature")
+    drawn_at = [None if recorded is None else temperature_of(sample.id, recorded) for sample in inputs.chosen]
+    found = [likelihood(inputs.target, sample, own) for sample, own in zip(inputs.chosen, drawn_at, strict=True)]
+    whole = Likelihood.joined(found)
+    listed = " and ".join(f"{temperature:g}" for temperature in sorted({own or 1.0 for own in drawn_at}))
     figure = (
         f"{whole.agreement_R.mean():.1%} of {len(whole.nll_R)} tokens are the target's first choice; "
-        f"{whole.nll_R.mean():.2f} nats a token, {whole.entropy_R.mean():.2f} expected at temperature {temperature:g}"
+        f"{whole.nll_R.mean():.2f} nats a token, {whole.entropy_R.mean():.2f} expected at temperature {listed}"
     )
-    foreign = sum(f.level(recorded) == 2 for f in found)
-    level = max(whole.level(recorded), (foreign > 0) + (foreign > _FOREIGN * len(found)))
+    foreign = sum(f.level == 2 for f in found)
+    alike = [Likelihood.joined([f for f in found if f.temperature == own], own) for own in set(drawn_at)]
+    level = max(*(some.level for some in alike), (foreign > 0) + (foreign > _FOREIGN * len(found)))
     worst = sorted(found, key=lambda f: (f.nll_R - f.entropy_R).mean().item(), reverse=True)[:_WORST]
-    listed = "; ".join(f"{f.id}: {f.agreement_R.mean():.0%}, {f.nll_R.mean():.2f} nats" for f in worst)
+    names = "; ".join(f"{f.id}: {f.agreement_R.mean():.0%}, {f.nll_R.mean():.2f} nats" for f in worst)
     figure += f"; {foreign} of {len(found)} responses are foreign" if level else ""
-    drawn = f"temperature {recorded:g}" if recorded is not None else "any temperature up to 1"
+    drawn = f"temperature {listed}" if recorded is not None else "any temperature up to 1"
     return graded(
         level,
         figure,
         f"The responses are not what this target says at {drawn}: another model, a person, another template or another "
-        f"precision wrote them. Worst: {listed}.",
+        f"precision wrote them. Worst: {names}.",
         remedy="Regenerate the responses with this target (outrider train does when data.responses names a new file).",
     )
