@@ -3826,4 +3826,37 @@ MUTANTS: list[Mutant] = [
             "            if False:\n                raise ValueError(",
         ),
     ),
+    *_of(
+        "data/regenerate.py",
+        "tests/data/test_data.py::test_each_conversation_has_one_of_several_temperatures",
+        (
+            "temperature_of_the_first",
+            "every conversation has the first of several temperatures",
+            "temperatures[_hash(conversation) % len(temperatures)]",
+            "temperatures[0]",
+        ),
+        (
+            "uniform_numbers_of_other_rows",
+            "of a batch with several temperatures, some responses are drawn by the numbers of others",
+            "warp(logits_BV[rows].float(), shared, None), uniform_B[rows])",
+            "warp(logits_BV[rows].float(), shared, None), uniform_B[: len(rows)])",
+        ),
+        (
+            "server_at_temperature_0",
+            "servers are asked for greedy responses, whatever the temperature",
+            '"temperature": sampling.temperature,',
+            '"temperature": 0.0,',
+            "tests/data/test_servers.py",
+        ),
+    ),
+    *_of(
+        "evaluation/doctor/data.py",
+        "tests/evaluation/test_doctor.py::test_sampled_responses_are_on_policy",
+        (
+            "judged_at_one_temperature",
+            "responses that were drawn at several temperatures are judged at the lowest",
+            "None if recorded is None else temperature_of(sample.id, recorded) for sample in inputs.chosen",
+            "recorded if not isinstance(recorded, list) else min(recorded) for sample in inputs.chosen",
+        ),
+    ),
 ]
