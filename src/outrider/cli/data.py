@@ -50,9 +50,7 @@ def prepare_command(
     ] = None,
     max_new_tokens: Annotated[int | None, option(SAMPLING, "per response", min=2)] = None,
     max_prompt_tokens: Annotated[int | None, rare(SAMPLING, "longer prompts are skipped", min=1)] = None,
-    temperature: Annotated[
-        list[float] | None, option(SAMPLING, "0: the likeliest token; repeatable: a conversation has one", min=0.0)
-    ] = None,
+    temperature: Annotated[list[float] | None, option(SAMPLING, "0: the likeliest token; repeatable", min=0.0)] = None,
     top_p: Annotated[float | None, rare(SAMPLING, "keep the likeliest tokens of this total probability")] = None,
     top_k: Annotated[int | None, rare(SAMPLING, "keep the k likeliest tokens; 0: all", min=0)] = None,
     seed: Annotated[int | None, option(SAMPLING, "of random numbers")] = None,
