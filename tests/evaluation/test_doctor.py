@@ -307,6 +307,8 @@ def test_off_policy_responses(home: Path, target: Target, recorded: float | None
     )
     found = diagnose(home, target, "data")["on-policy"]
     assert found.status == "fault" and "Worst: c" in found.meaning
+    drawn = "any temperature up to 1" if recorded is None else f"temperature {recorded:g}"
+    assert f"says at {drawn}:" in found.meaning
 
 
 def test_sampled_responses_are_on_policy(home: Path, target: Target) -> None:

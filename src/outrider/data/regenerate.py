@@ -203,6 +203,7 @@ def decode_batch(
     pad_B = torch.tensor([width - len(p) for p in prompts])
     cache = target.new_cache(width + max_new_tokens, pad_B.to(target.device))
     uniform_BN = _uniform([p.seed or 0 for p in params], max_new_tokens).to(target.device)
+    shared = [replace(own, seed=None) for own in params]
     out: list[list[int]] = [[] for _ in prompts]
     alive = list(range(len(prompts)))
     done: set[int] = set()
@@ -211,7 +212,7 @@ def decode_batch(
     for step in range(max_new_tokens):
         logits_BTV = target.forward(step_BT, cache).logits_BTV
         assert logits_BTV is not None
-        next_B = _next_tokens(logits_BTV[:, -1], [params[row] for row in alive], uniform_BN[alive, step])
+        next_B = _next_tokens(logits_BTV[:, -1], [shared[row] for row in alive], uniform_BN[alive, step])
         ended: dict[int, Response] = {}
         for row, token in zip(alive, next_B.tolist(), strict=True):
             if row not in done:
@@ -232,10 +233,10 @@ def decode_batch(
 
 
 def _next_tokens(logits_BV: Tensor, params: Sequence[SamplingParams], uniform_B: Tensor) -> Tensor:
-    """[B] tokens, each drawn as its params say; those that differ in their seeds alone are drawn together."""
+    """[B] tokens, each drawn as its params say; rows of the same params are drawn together."""
     groups: dict[SamplingParams, list[int]] = {}
     for row, own in enumerate(params):
-        groups.setdefault(replace(own, seed=None), []).append(row)
+        groups.setdefault(own, []).append(row)
     next_B = torch.empty(len(params), dtype=torch.long, device=logits_BV.device)
     for shared, rows in groups.items():
         if shared.temperature == 0:

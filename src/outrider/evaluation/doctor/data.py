@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -399,16 +399,20 @@ def likelihood(target: Target, sample: Sample, temperature: float | None) -> Lik
     return Likelihood(sample.id, temperature, **of_R)
 
 
+def _listed(temperatures: Iterable[float]) -> str:
+    return " and ".join(f"{temperature:g}" for temperature in sorted(set(temperatures)))
+
+
 def on_policy(inputs: Inputs) -> Finding:
     """Check that the responses are as likely under the target as its own samples are."""
     recorded: float | list[float] | None = inputs.settings.get("temperature")
     drawn_at = [None if recorded is None else temperature_of(sample.id, recorded) for sample in inputs.chosen]
     found = [likelihood(inputs.target, sample, own) for sample, own in zip(inputs.chosen, drawn_at, strict=True)]
     whole = Likelihood.joined(found)
-    listed = " and ".join(f"{temperature:g}" for temperature in sorted({own or 1.0 for own in drawn_at}))
+    judged_at = _listed(own or 1.0 for own in drawn_at)
     figure = (
         f"{whole.agreement_R.mean():.1%} of {len(whole.nll_R)} tokens are the target's first choice; "
-        f"{whole.nll_R.mean():.2f} nats a token, {whole.entropy_R.mean():.2f} expected at temperature {listed}"
+        f"{whole.nll_R.mean():.2f} nats a token, {whole.entropy_R.mean():.2f} expected at temperature {judged_at}"
     )
     foreign = sum(f.level == 2 for f in found)
     alike = [Likelihood.joined([f for f in found if f.temperature == own], own) for own in set(drawn_at)]
@@ -416,7 +420,7 @@ def on_policy(inputs: Inputs) -> Finding:
     worst = sorted(found, key=lambda f: (f.nll_R - f.entropy_R).mean().item(), reverse=True)[:_WORST]
     names = "; ".join(f"{f.id}: {f.agreement_R.mean():.0%}, {f.nll_R.mean():.2f} nats" for f in worst)
     figure += f"; {foreign} of {len(found)} responses are foreign" if level else ""
-    drawn = f"temperature {listed}" if recorded is not None else "any temperature up to 1"
+    drawn = "any temperature up to 1" if recorded is None else f"temperature {_listed(own or 0.0 for own in drawn_at)}"
     return graded(
         level,
         figure,
