@@ -531,7 +531,7 @@ def test_multi_turn_evaluation_and_the_bench_entry(on_disk: tuple[Path, Path]) -
     target, drafter = load_mlx_target(str(on_disk[0])), load_checkpoint(on_disk[1])
     config = TaskSettings(max_new_tokens=10)
     turns = Conversation("c", ["Hi there.", "And then?"])
-    pairs = decode_turns(target, MLXDrafter(drafter, target), turns, config, policy=FixedPolicy(), flip=False)
+    (pairs,) = decode_turns(target, MLXDrafter(drafter, target), [turns], config, policy=FixedPolicy(), flip=False)
     assert [pair.verdict for pair in pairs] == ["same", "same"]
     plain, speculative = (decoder(str(on_disk[0]), where) for where in (None, on_disk[1]))
     rounds = list(plain(PROMPT, 10))

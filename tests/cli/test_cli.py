@@ -35,7 +35,8 @@ from outrider.drafters.hydra import Hydra, HydraConfig
 from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.drafters.registry import tree_methods
 from outrider.engine.scheduler import EngineConfig
-from outrider.evaluation.model_card import measured
+from outrider.evaluation.comparison import conditions_of, differences
+from outrider.evaluation.model_card import eval_command, measured
 from outrider.evaluation.profile import ProfileConfig
 from outrider.evaluation.results import Results
 from outrider.loadtest.metrics import Sla
@@ -372,6 +373,35 @@ def test_eval_writes_results_with_identical_output(run: Run, toy: Path, tmp_path
         and "That is 3 turns: measure more" in lines[verdict + 1]
     )
     assert "keep it" in lines[verdict] or any(line.startswith("`--drafter ngram` on 3 ") for line in lines[verdict:])
+
+
+def test_eval_of_several_prompts_together(run: Run, toy: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "mine.jsonl"
+    tasks.write_text('{"turns": ["one", "two"]}\n{"turns": ["three"]}\n{"turns": ["four", "five", "six"]}\n')
+    models = ("--target", toy / "target", "--drafter", "ngram", "--tasks", tasks)
+    command = ("eval", *models, "--max-new-tokens", 12, "--draft-length", 3, "--no-others")
+    results = {}
+    for together in (1, 2):
+        found = run(*command, "--concurrency", together, "--out", tmp_path / str(together))
+        assert found[0] == 0, found[2]
+        results[together] = Results.load(tmp_path / str(together) / "results.json")
+    (alone,), (batch,) = results[1].tasks, results[2].tasks
+    assert (batch.samples, batch.turns, batch.tokens) == (alone.samples, alone.turns, alone.tokens) == (3, 6, 72)
+    assert batch.greedy_identical and batch.by_prompt is not None and alone.by_prompt is not None
+    assert [tokens for tokens, _ in batch.by_prompt] == [
+        tokens - turns for (tokens, _), turns in zip(alone.by_prompt, (2, 1, 3), strict=True)
+    ], "the first token of a response comes with its prompt"
+    assert sum(batch.acceptance_histogram) == batch.rounds == sum(rounds for _, rounds in batch.by_prompt)
+    assert any(batch.acceptance_histogram[1:4]) and not any(batch.acceptance_histogram[4:])
+    assert batch.reached[0] < batch.rounds and batch.verified_drafts <= 3 * batch.rounds
+    parts = batch.draft_seconds + batch.verify_seconds + batch.other_seconds
+    assert 0.5 < parts / (batch.tokens / batch.tokens_per_second) <= 1, "equal shares of the engine's seconds"
+    assert results[2].settings["concurrency"] == 2 and "--concurrency 2" in eval_command(results[2])
+    lines = differences(["alone", "together"], [conditions_of(results[1]), conditions_of(results[2])])
+    assert lines == ["concurrency: 1 (alone), 2 (together)"]
+    check_error(
+        run(*command, "--concurrency", 2, "--typical", "default", "--out", tmp_path / "3"), "one prompt at a time"
+    )
 
 
 def test_eval_compares_with_ngram_and_the_drafter_of_the_target() -> None:

@@ -634,8 +634,8 @@ MUTANTS: list[Mutant] = [
         (
             "stats_count_behind_stop",
             "drafts accepted behind a stop are counted",
-            "accepted = min(result.verdict.accepted, len(tokens))",
-            "accepted = result.verdict.accepted",
+            "min(result.verdict.accepted, len(tokens)),",
+            "result.verdict.accepted,",
             "tests/decoding/test_decoding.py::test_a_stop_token_inside_a_block_cuts_the_commit_there",
         ),
         (
@@ -3698,9 +3698,16 @@ MUTANTS: list[Mutant] = [
         (
             "evaluation_forgets_between_turns",
             "every turn of an evaluation begins without what earlier ones taught",
-            "experience=experience if speculative else None",
-            "experience=None",
+            "typical=typical, experience=experience)",
+            "typical=typical)",
             "tests/api/test_scheduling.py::test_what_a_turn_taught_is_known_in_the_next_one_of_its_task",
+        ),
+        (
+            "evaluation_counts_the_prefill",
+            "of prompts evaluated together the token that comes with the prompt counts as a round",
+            "if len(outputs[number]) == 1:",
+            "if not outputs[number]:",
+            "tests/cli/test_cli.py::test_eval_of_several_prompts_together",
         ),
         (
             "evaluation_remembers_other_tasks",

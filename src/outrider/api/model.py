@@ -11,11 +11,12 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cached_property
 from inspect import signature
+from itertools import chain
 from numbers import Integral
 from operator import itemgetter
 from pathlib import Path
@@ -46,8 +47,7 @@ from outrider.drafters.base import draft_slots
 from outrider.drafters.draft import TreeSize
 from outrider.drafters.ngram import Library
 from outrider.engine.batch import Output, Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
+from outrider.engine.engine import Engine, config_for
 from outrider.sampling import SamplingParams
 from outrider.scheduling.gate import DraftGate
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
@@ -326,22 +326,17 @@ class Model:
     def _together(self, target: Target, requests: Sequence[Request], chosen: Scheduling) -> list[Response]:
         started = time.perf_counter()
         drafter = None if self.drafter is None else self.drafter.drafter
-        config = _engine_config(requests, draft_slots(drafter))
+        config = config_for(requests, draft_slots(drafter))
         outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
         found: dict[str, Response] = {}
         with self._experienced(requests, chosen) as experience:
             engine = Engine(target, drafter, chosen.policy, gate=chosen.gate, config=config, experience=experience)
-            try:
-                for request in requests:
-                    engine.submit(request)
-                while not engine.idle:
-                    for output in engine.step():
-                        outputs[output.id].append(output)
-                        if output.finish is not None:
-                            found[output.id] = _response(outputs[output.id], time.perf_counter() - started)
-            finally:  # of an interrupted batch, ids must not stay in what is learned: the next batch has the same ids
-                for request in requests:
-                    engine.cancel(request.id)
+            # Closed also where it is interrupted: ids must not stay in what is learned, the next batch has the same.
+            with closing(engine.run(requests)) as steps:
+                for output in chain.from_iterable(steps):
+                    outputs[output.id].append(output)
+                    if output.finish is not None:
+                        found[output.id] = _response(outputs[output.id], time.perf_counter() - started)
         return [found[request.id] for request in requests]
 
 
@@ -432,13 +427,6 @@ def _pageable(target: Target) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _engine_config(requests: Sequence[Request], slots: int) -> EngineConfig:
-    """Blocks for all requests at once, but no more than usual unless one alone needs them."""
-    tokens = [len(request.prompt) + request.rules.max_new_tokens + slots for request in requests]
-    blocks = [-(-count // EngineConfig.block_size) for count in tokens]
-    return EngineConfig(num_blocks=max(1, *blocks, min(sum(blocks), EngineConfig.num_blocks)))
 
 
 def _response(parts: Sequence[Chunk] | Sequence[Output], seconds: float) -> Response:

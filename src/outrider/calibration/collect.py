@@ -16,6 +16,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -139,14 +140,12 @@ def target_texts(target: Target, prompts: Sequence[list[int]], settings: TaskSet
         return [generate(target, prompt, params=settings.params, rules=rules).tokens for prompt in prompts]
     together = EngineConfig(_TOGETHER, num_blocks=_TOGETHER * -(-longest // EngineConfig.block_size))
     engine = Engine(target, config=together)
-    for i, prompt in enumerate(prompts):
-        engine.submit(Request(str(i), prompt, settings.params, rules=rules))
+    requests = [Request(str(i), prompt, settings.params, rules=rules) for i, prompt in enumerate(prompts)]
     texts: list[list[int]] = [[] for _ in prompts]
-    while not engine.idle:
-        for output in engine.step():
-            if output.error is not None:
-                raise output.error
-            texts[int(output.id)] += output.tokens
+    for output in chain.from_iterable(engine.run(requests)):
+        if output.error is not None:
+            raise output.error
+        texts[int(output.id)] += output.tokens
     return texts
 
 

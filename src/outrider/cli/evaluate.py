@@ -77,6 +77,7 @@ def evaluate_command(
     block_size: Annotated[int | None, rare(DRAFTS, "rows of a block, if not as trained", min=1)] = None,
     tree: opt.Tree = None,
     typical: opt.Typical = None,
+    concurrency: Annotated[int, rare(PROMPTS, "prompts decoded together, by the engine", min=1, max=1024)] = 1,
     others: Annotated[
         bool, rare(GENERAL, "where it is no faster, try other drafters on a few prompts", "--others/--no-others")
     ] = True,
@@ -103,6 +104,8 @@ def evaluate_command(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
     )
     on_mlx = backend == "mlx"
+    if on_mlx and concurrency > 1:
+        raise ValueError("--backend mlx decodes one prompt at a time: leave out --concurrency.")
     if dry_run:
         from outrider.cli.dry_run import measured_target, measurements, of_evaluation, task_texts
 
@@ -114,12 +117,11 @@ def evaluate_command(
         return
     with join(device) as ranks:
         console = Terminal(quiet=not ranks.main)
+        load_tasks(split_names(tasks), max_samples)  # a mistake in them is told before the target is loaded
         loaded: Any = load_for_mlx(target) if on_mlx else load(target, ranks.device)
         opened = (
             open_for_mlx(choice, loaded, block_size, tree=size) if on_mlx else choice.open(loaded, block_size, size)
         )
-
-        load_tasks(split_names(tasks), max_samples)  # a mistake in them is told before anything is measured
         say = partial(show_lines, Terminal(stderr=True, quiet=not ranks.main))
         chosen = choose_scheduling(loaded, opened, say) if asked is None else given(asked)
         config = TaskSettings(max_samples, max_new_tokens, params, thinking=thinking)
@@ -134,7 +136,9 @@ def evaluate_command(
             "step_costs": chosen.costs or None,
             **({"backend": mlx_versions()} if on_mlx else {}),
         }
-        measure = partial(evaluate, loaded, tasks=split_names(tasks), typical=lossy, ranks=ranks)
+        measure = partial(
+            evaluate, loaded, tasks=split_names(tasks), typical=lossy, concurrency=concurrency, ranks=ranks
+        )
         with counting(console, "eval") as on_progress:
             results = measure(
                 opened.drafter,
@@ -549,10 +553,10 @@ def doctor(
         return
     few, short = min(samples, QUICK_SAMPLES), min(max_new_tokens, QUICK_TOKENS)
     inputs = Inputs(thinking=thinking, samples=few, max_new_tokens=short)
-    if target is not None:
-        inputs.loaded_target = load(target, device)
     if evaluation is not None:
         inputs.eval_prompts = load_prompts(evaluation)
+    if target is not None:
+        inputs.loaded_target = load(target, device)
     unread = [
         read_drafter(inputs, drafter, str(usable_device(device))) if drafter is not None else None,
         read_data(inputs, data) if data is not None else None,

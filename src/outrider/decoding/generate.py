@@ -264,14 +264,13 @@ def stream(
                 tokens, text, finish = batch.commit(result)
                 trace = batch.trace(result, tokens) if traced else None
             whole, verified = result.draft, result.verified
-            accepted = min(result.verdict.accepted, len(tokens))
-            reach = min(verified.depth, len(tokens)) if accepted == len(tokens) else verified.depth
+            reach = result.reach(len(tokens))
             draft, verify = batch.draft_clock.take(), batch.verify_clock.take()
             now = time.perf_counter()
             stats = RoundStats(
                 len(whole.tokens),
                 reach if whole.is_chain else len(verified.tokens),
-                accepted,
+                min(result.verdict.accepted, len(tokens)),
                 committed=len(tokens),
                 draft_seconds=draft,
                 verify_seconds=verify,
@@ -348,4 +347,4 @@ def acceptance(rounds: Sequence[RoundStats], gamma: int) -> tuple[float, list[fl
     for k in range(1, gamma + 1):
         reached = sum(r.reach >= k and r.accepted >= k - 1 for r in rounds)
         conditional.append(sum(r.accepted >= k for r in rounds) / reached if reached else None)
-    return sum(r.committed for r in rounds) / len(rounds), conditional, histogram
+    return sum(r.committed for r in rounds) / max(1, len(rounds)), conditional, histogram

@@ -58,6 +58,11 @@ class RoundResult:
         """To commit: the accepted draft tokens and the next token."""
         return [*(self.draft.tokens[node] for node in self.verdict.path), self.verdict.next_token]
 
+    def reach(self, committed: int) -> int:
+        """Positions for which the target judged a draft, where `committed` of `tokens` were kept: fewer at a stop."""
+        depth = self.verified.depth
+        return min(depth, committed) if self.verdict.accepted >= committed else depth
+
     @property
     def rejected(self) -> bool:
         """Whether drafts were tried where the path ends: the next token then is a correction, else a bonus."""

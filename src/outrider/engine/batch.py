@@ -65,8 +65,9 @@ class Output:
     """Tokens and text that a step gave a request; `finish` is set on its last output.
 
     `seed`: what it is sampled with; None where another engine does not say. `error`: what ended it, where `finish` is
-    "error". `verified` drafts were judged by the target in this step and `accepted` of them, those behind a stop left
-    out; 0 where another engine does not say. `logprobs`, `trace`: of its tokens, where the request asked for them.
+    "error". `verified` drafts were judged by the target in this step, for `reach` positions, and `accepted` of them,
+    those behind a stop left out; 0 where another engine does not say. `logprobs`, `trace`: of its tokens, where the
+    request asked for them.
     """
 
     id: str
@@ -77,6 +78,7 @@ class Output:
     error: Exception | None = None
     verified: int = 0
     accepted: int = 0
+    reach: int = 0
     logprobs: list[TokenLogprob] | None = None
     trace: RoundTrace | None = None
 

@@ -11,7 +11,7 @@ temperature 0 they are plain decoding's (up to ties of rounding, docs/architectu
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,6 +42,17 @@ def default_config(target: Target) -> EngineConfig:
     fitting = torch.cuda.mem_get_info(target.device)[0] // 4 // max(1, per_block)
     wanted = usual.max_requests * -(-target.max_context // usual.block_size)
     return replace(usual, token_budget=_GPU_TOKEN_BUDGET, num_blocks=max(1, min(fitting, wanted)))
+
+
+def config_for(requests: Sequence[Request], slots: int) -> EngineConfig:
+    """Blocks for all requests at once, but no more than usual unless one alone needs them.
+
+    Args:
+        slots: `draft_slots` of their drafter.
+    """
+    tokens = [len(request.prompt) + request.rules.max_new_tokens + slots for request in requests]
+    blocks = [-(-count // EngineConfig.block_size) for count in tokens]
+    return EngineConfig(num_blocks=max(1, *blocks, min(sum(blocks), EngineConfig.num_blocks)))
 
 
 class Engine:
@@ -133,6 +144,23 @@ class Engine:
         self._forget(id)
         return True
 
+    def run(self, requests: Sequence[Request]) -> Generator[list[Output], None, None]:
+        """Decode requests to their end: the outputs of each step. What a caller does not wait for is dropped.
+
+        Raises:
+            ValueError: as `submit`; none of them is decoded then.
+        """
+        submitted: list[str] = []
+        try:
+            for request in requests:
+                self.submit(request)
+                submitted.append(request.id)
+            while not self.idle:
+                yield self.step()
+        finally:
+            for id in submitted:
+                self.cancel(id)
+
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Run one step and return an output for every request that got tokens or failed.
@@ -216,6 +244,7 @@ class Engine:
                     seed=state.seed,
                     verified=len(result.verified.tokens),
                     accepted=min(result.verdict.accepted, len(tokens)),
+                    reach=result.reach(len(tokens)),
                     logprobs=None if count is None else batch.logprobs(id, result.verdict, tokens, count=count),
                     trace=trace,
                 )

@@ -88,6 +88,7 @@ def conditions_of(results: Results) -> dict[str, Any]:
     """The conditions that results must share to be compared, as a flat mapping; the policy is not among them."""
     settings = results.settings
     found = {name: settings.get(name) for name in ("target", "device", "dtype", "thinking", "max_new_tokens")}
+    found["concurrency"] = settings.get("concurrency", 1)
     found |= {f"sampling {name}": value for name, value in settings.get("sampling", {}).items()}
     found["verification"] = results.lossy or "lossless"
     found["tasks"] = ", ".join(task.task for task in results.tasks)

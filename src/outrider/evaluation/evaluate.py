@@ -1,8 +1,9 @@
 """Evaluate a drafter: plain and speculative decoding of the same prompts in one run.
 
 Each turn is decoded both ways, one directly after the other, and the order alternates from turn to turn, so that drift
-of the machine affects both alike. A warm-up prompt is decoded first and not counted. At temperature 0 both must give
-the same tokens; a difference counts as a tie only where plain decoding's top two logits are closer than `tie_gap`.
+of the machine affects both alike. With a concurrency the turns of so many prompts are decoded together, by the engine.
+A warm-up is decoded first and not counted. At temperature 0 both ways must give the same tokens; a difference counts as
+a tie only where plain decoding's top two logits are closer than `tie_gap`.
 Where costs decide what is drafted and no draft can change a token, what a turn taught about acceptance is known in the
 next one of its task, as in a `Model`. Where tokens are sampled every turn begins anew: they follow from the seed alone.
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,9 +26,11 @@ from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings, load_tasks
 from outrider.decoding.drafting import Experience
-from outrider.decoding.generate import Generation, acceptance, generate
+from outrider.decoding.generate import Generation, RoundStats, acceptance, generate
 from outrider.decoding.request import StopRules, check_prompt
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, draft_slots
+from outrider.engine.batch import Output, Request
+from outrider.engine.engine import Engine, config_for
 from outrider.evaluation.results import DrafterInfo, Results, TaskResult
 from outrider.sampling import PositionNoise, SamplingParams, at_least_float32, warp
 from outrider.scheduling.gate import DraftGate
@@ -74,6 +79,7 @@ def evaluate(
     versions: dict[str, str] | None = None,
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None,
     typical: TypicalAcceptance | None = None,
+    concurrency: int = 1,
     ranks: Ranks = ALONE,
 ) -> Results:
     """Measure a drafter on task files (JSONL with `turns`), shipped prompt sets or tasks by name.
@@ -86,36 +92,42 @@ def evaluate(
         policy, gate: how many drafts are verified, and in which rounds it drafts; whole drafts in all by default.
         recorded: further settings for the results, such as the drafter's directory; they replace those of their name.
         typical: lossy acceptance, which may change the output; the results say so.
+        concurrency: prompts decoded together. Above 1 the engine decodes, so `typical` is not to be had.
 
     Raises:
-        ValueError: a task file is missing or malformed, has the name of another, or a prompt that does not fit.
+        ValueError: a task file is missing or malformed, has the name of another, or a prompt that does not fit; or what
+        the engine cannot do.
     """
-    policy = policy or FixedPolicy()
-    decode = partial(decode_turns, target, drafter, policy=policy, gate=gate, typical=typical)
+    policy, together = policy or FixedPolicy(), concurrency > 1
+    if together and typical is not None:
+        raise ValueError("typical acceptance decodes one prompt at a time: leave out the concurrency.")
+    decode = partial(decode_turns, target, drafter, policy=policy, gate=gate, typical=typical, together=together)
     loaded = load_tasks(tasks, settings.max_samples)
     _check_lengths(loaded, target, settings.thinking)
     warm_up = replace(settings, max_new_tokens=min(_WARM_UP_TOKENS, settings.max_new_tokens))
     for flip in (False, True):
-        decode(loaded[0][1][0], settings=warm_up, flip=flip)
+        decode(loaded[0][1][:concurrency], settings=warm_up, flip=flip)
     results = []
     for name, prompts in loaded:
-        decoded: dict[int, list[DecodedTurn]] = {}
+        decoded: dict[int, list[list[DecodedTurn]]] = {}
         experience = Experience.of(drafter) if gate is not None and settings.params.fixed_text else None
-        for number in range(len(prompts))[ranks.rank :: ranks.world]:
-            on_progress(name, number, len(prompts))
-            prompt, flip = prompts[number], bool(number % 2)
+        groups = [prompts[first : first + concurrency] for first in range(0, len(prompts), concurrency)]
+        for number in range(len(groups))[ranks.rank :: ranks.world]:
+            on_progress(name, number * concurrency, len(prompts))
+            flip = bool(number % 2)
             try:
-                decoded[number] = decode(prompt, settings=settings, flip=flip, experience=experience)
+                decoded[number] = decode(groups[number], settings=settings, flip=flip, experience=experience)
             except ValueError as error:
-                raise ValueError(f"{name}, prompt {prompt.id}: {error}") from error
+                ids = ", ".join(prompt.id for prompt in groups[number])
+                raise ValueError(f"{name}, prompt {ids}: {error}") from error
         on_progress(name, len(prompts), len(prompts))
-        merged = {number: turns for part in ranks.gather(decoded) for number, turns in part.items()}
-        by_prompt = [merged[number] for number in range(len(prompts))]
+        merged = {number: found for part in ranks.gather(decoded) for number, found in part.items()}
+        by_prompt = [turns for number in range(len(groups)) for turns in merged[number]]
         results.append(_task_result(name, prompts, by_prompt, gamma=drafter.gamma))
     described = {"temperature": settings.params.temperature, "policy": repr(policy), "target": target.name}
     described |= {"max_new_tokens": settings.max_new_tokens, "max_samples": settings.max_samples}
     described |= {"device": target.device.type, "dtype": dtype_name(target.dtype)}
-    described |= {"thinking": settings.thinking, "world": ranks.world}
+    described |= {"thinking": settings.thinking, "concurrency": concurrency, "world": ranks.world}
     described |= {
         "sampling": asdict(settings.params),
         "gamma": drafter.gamma,
@@ -157,7 +169,7 @@ def _check_lengths(loaded: Sequence[tuple[str, Sequence[Conversation]]], target:
 def decode_turns(
     target: Target,
     drafter: Drafter,
-    prompt: Conversation,
+    prompts: Sequence[Conversation],
     settings: TaskSettings,
     *,
     policy: Policy,
@@ -165,41 +177,121 @@ def decode_turns(
     gate: DraftGate | None = None,
     typical: TypicalAcceptance | None = None,
     experience: Experience | None = None,
-) -> list[DecodedTurn]:
-    """Decode each turn of a conversation both ways; the plain responses form the history.
+    together: bool = False,
+) -> list[list[DecodedTurn]]:
+    """Decode the turns of each conversation both ways, those that come first in all of them before the next ones; the
+    plain responses form the history.
 
     Args:
-        flip: the first turn is decoded speculatively first.
+        flip: the first turns are decoded speculatively first.
         experience: what earlier turns taught, which is added to.
+        together: by an engine, all at once; else one after another.
     """
     assert target.tokenizer is not None
-    rules = StopRules(settings.max_new_tokens)
-    history: list[str] = []
-    turns: list[DecodedTurn] = []
-    for turn in range(len(prompt.turns)):
-        tokens = render(
-            target.tokenizer, prompt.turns[: turn + 1], history, tools=prompt.tools, thinking=settings.thinking
-        )
-        both: dict[bool, Generation] = {}
-        for speculative in (flip, not flip):
-            both[speculative] = generate(
-                target,
-                tokens,
-                drafter if speculative else None,
-                params=settings.params,
-                rules=rules,
-                policy=policy,
-                typical=typical,
-                gate=gate,
-                experience=experience if speculative else None,
-            )
-        verdict = None
-        if settings.params.temperature == 0:
-            verdict = compare_greedy(target, tokens, both[False].tokens, speculative=both[True].tokens)
-        turns.append(DecodedTurn(both[False], both[True], verdict))
-        history.append(both[False].text)
+    decode = _decode_together if together else _decode_each
+    with_drafts = _Speculation(drafter, policy, gate=gate, typical=typical, experience=experience)
+    ways = {False: _Speculation(), True: with_drafts}
+    decoded: list[list[DecodedTurn]] = [[] for _ in prompts]
+    for turn in range(max(len(prompt.turns) for prompt in prompts)):
+        going = [number for number, prompt in enumerate(prompts) if turn < len(prompt.turns)]
+        asked = []
+        for number in going:
+            prompt, history = prompts[number], [earlier.plain.text for earlier in decoded[number]]
+            turns = prompt.turns[: turn + 1]
+            asked.append(render(target.tokenizer, turns, history, tools=prompt.tools, thinking=settings.thinking))
+        both = {speculative: decode(target, asked, settings, way=ways[speculative]) for speculative in (flip, not flip)}
+        for number, tokens, plain, speculative in zip(going, asked, both[False], both[True], strict=True):
+            verdict = None
+            if settings.params.temperature == 0:
+                verdict = compare_greedy(target, tokens, plain.tokens, speculative=speculative.tokens)
+            decoded[number].append(DecodedTurn(plain, speculative, verdict))
         flip = not flip
-    return turns
+    return decoded
+
+
+@dataclass(frozen=True)
+class _Speculation:
+    """Who drafts, how much, and what is accepted (see `stream`); without a drafter decoding is plain."""
+
+    drafter: Drafter | None = None
+    policy: Policy | None = None
+    gate: DraftGate | None = None
+    typical: TypicalAcceptance | None = None
+    experience: Experience | None = None
+
+
+def _decode_each(
+    target: Target, prompts: Sequence[list[int]], settings: TaskSettings, way: _Speculation
+) -> list[Generation]:
+    return [
+        generate(
+            target,
+            prompt,
+            way.drafter,
+            params=settings.params,
+            rules=StopRules(settings.max_new_tokens),
+            policy=way.policy,
+            typical=way.typical,
+            gate=way.gate,
+            experience=way.experience,
+        )
+        for prompt in prompts
+    ]
+
+
+def _decode_together(
+    target: Target, prompts: Sequence[list[int]], settings: TaskSettings, way: _Speculation
+) -> list[Generation]:
+    """As the engine decodes them, in equal shares of its seconds.
+
+    The first token of a response comes with its prompt, without drafts: it counts for no round, and its seconds are
+    those of the next.
+    """
+    started = time.perf_counter()
+    rules, slots = StopRules(settings.max_new_tokens), draft_slots(way.drafter)
+    requests = [Request(str(n), prompt, settings.params, rules=rules) for n, prompt in enumerate(prompts)]
+    config = config_for(requests, slots)
+    rows = 2 * len(requests) * (1 + slots)  # whole drafts of all, beside the quarter that is kept for prompts
+    config = replace(config, max_requests=len(requests), token_budget=max(config.token_budget, rows))
+    engine = Engine(target, way.drafter, way.policy, gate=way.gate, config=config, experience=way.experience)
+    outputs: list[list[Output]] = [[] for _ in prompts]
+    rounds: list[list[RoundStats]] = [[] for _ in prompts]
+    waiting = [0.0] * len(prompts)  # seconds of steps that gave a request no round yet
+    with closing(engine.run(requests)) as steps:
+        for given in steps:
+            step = engine.last
+            assert step is not None
+            share = 1 / max(1, len(given))
+            for output in given:
+                if output.error is not None:
+                    raise output.error
+                number = int(output.id)
+                outputs[number].append(output)
+                if len(outputs[number]) == 1:
+                    waiting[number] = step.seconds * share
+                    continue
+                rounds[number].append(
+                    RoundStats(
+                        output.verified,
+                        output.verified,
+                        output.accepted,
+                        committed=len(output.tokens),
+                        draft_seconds=step.draft_seconds * share,
+                        verify_seconds=step.verify_seconds * share,
+                        other_seconds=step.other_seconds * share + waiting[number],
+                        confidences=(),
+                        depth=output.reach,
+                    )
+                )
+                waiting[number] = 0.0
+    seconds = (time.perf_counter() - started) / len(prompts)
+    found = []
+    for given, own in zip(outputs, rounds, strict=True):
+        tokens = [token for output in given for token in output.tokens]
+        text, last = "".join(output.text for output in given), given[-1]
+        assert last.finish is not None and last.seed is not None
+        found.append(Generation(tokens, text, last.finish, rounds=own, seconds=seconds, seed=last.seed))
+    return found
 
 
 def compare_greedy(target: Target, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]) -> str:

@@ -166,6 +166,8 @@ def eval_command(results: Results) -> str:
     usual, always = asdict(SamplingParams()), ("temperature", "seed")
     sampling = settings["sampling"].items()
     options |= {name: value for name, value in sampling if name in always or value != usual.get(name)}
+    if (together := settings.get("concurrency", 1)) > 1:
+        options["concurrency"] = together
     if lossy := settings.get("lossy"):
         options["typical"] = f"{lossy['epsilon']:g},{lossy['delta']:g}"
     options |= {"target": target_name(options), "out": "OUT"}
