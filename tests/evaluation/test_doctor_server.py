@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import shutil
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,7 +38,14 @@ from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.evaluation.doctor.case import Finding, Probe
 from outrider.evaluation.doctor.examine import verdict
 from outrider.evaluation.doctor.replay import Counts, Expected, Replay, Round, Text, faults, log_likelihood, walk
-from outrider.evaluation.doctor.server import Answer, Question, ServerClient, ServerReport, examine_server
+from outrider.evaluation.doctor.server import (
+    Answer,
+    Question,
+    ServerClient,
+    ServerReport,
+    examine_server,
+    spread_of_length,
+)
 from outrider.target.model import Target, load_target
 from tests.toys.alphabets import TEMPLATE, alphabet, toy_tokenizer
 from tests.toys.command_line import Run
@@ -740,6 +748,13 @@ def test_the_truth_is_likeliest() -> None:
             rows_NK = q_NK[: len(text.starts)]
             scores.append(log_likelihood([walk(q_NK, 60, 0, cut=False)], [text], [rows_NK]))
         assert scores[0] > scores[1] + 1
+
+
+def test_the_spread_of_an_accepted_length() -> None:
+    assert spread_of_length([0.5], 100) == pytest.approx(0.05)
+    generator, rates = random.Random(0), (0.6, 0.5, 0.9)
+    lengths = [next((k for k, rate in enumerate(rates) if generator.random() >= rate), 3) for _ in range(20_000)]
+    assert spread_of_length(rates, 1) == pytest.approx(statistics.pstdev(lengths), rel=0.02)
 
 
 def test_the_verb(alphabet_pair: Path, tmp_path: Path, run: Run) -> None:

@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Any
 
 import httpx
@@ -831,6 +832,13 @@ def length_of_counts(counts: Iterable[Counts | None]) -> float:
     return 1 + sum(c.accepted for c in known) / max(1, sum(c.rounds for c in known))
 
 
+def spread_of_length(rates_K: Sequence[float], rounds: int) -> float:
+    """Standard deviation of the accepted length of so many rounds with these conditional acceptances."""
+    reached = list(accumulate(rates_K, mul))  # P(k drafts or more are accepted)
+    square = sum((2 * k - 1) * p for k, p in enumerate(reached, start=1))
+    return math.sqrt(max(0.0, square - sum(reached) ** 2) / max(1, rounds))
+
+
 def _draft_length(answers: Sequence[Answer], weights: DrafterWeights) -> Finding:
     """Whether as many tokens are drafted a round as the drafter has positions."""
     counts = [a.counts for a in answers if a.counts is not None]
@@ -876,7 +884,8 @@ def _acceptance(
     found = [("acceptance", "server", ok(figure))]
     splits = _splits(answers, right)
     if gain < _CLEAR or best is right:
-        if abs(cost) > 2 * _COST and expected > 1.05 and not other_text:
+        chance = 2 * spread_of_length(right.rates_K, sum(c.rounds for c in counts))
+        if abs(cost) > 2 * _COST and abs(expected - seen) > chance and expected > 1.05 and not other_text:
             found = [
                 (
                     "acceptance",
