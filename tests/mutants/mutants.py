@@ -1742,6 +1742,18 @@ MUTANTS: list[Mutant] = [
             "*up = gate + inner;",
             "*up = gate; gate += inner;",
         ),
+        (
+            "step_reads_padding",
+            "a step of a batch reads the keys of left padding in place of the last ones",
+            "h * step->cache_head + low * E",
+            "h * step->cache_head",
+        ),
+        (
+            "step_last_query_scores",
+            "values are weighed by the scores of the head's first query",
+            "odd[i][c] += scores[i * N + n]",
+            "odd[i][c] += scores[n]",
+        ),
     ),
     *_of(
         "target/kernels.py",

@@ -14,7 +14,18 @@ from torch import Tensor, nn
 
 from outrider.target import kernels
 from outrider.target.attention import Branches
-from outrider.target.kernels import MOST_ROWS, Cache, FewRows, LayerKernels, Norms, PackedMatrix, kernels_available
+from outrider.target.kernels import (
+    MOST_ROWS,
+    Cache,
+    FewRows,
+    LayerKernels,
+    Norms,
+    PackedMatrix,
+    attend_step,
+    attends_steps,
+    kernels_available,
+    rms_norm,
+)
 from outrider.target.lean import Operators
 from outrider.target.linear import PackedLinear
 
@@ -127,6 +138,65 @@ def test_rows_of_others_stay() -> None:
     out = torch.zeros(4, 1, 8)
     few.attend(case.q, case.keys, case.values, scale=None, out_THE=out)
     assert not out[:2].any() and torch.equal(out[2:], case.run()[2:])
+
+
+# Attention of one new token per sequence, in bfloat16
+
+
+def step_of(B: int, K: int, G: int, E: int, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q [B, K G, 1, E], keys and values [B, K, slots, E] as views of larger buffers, padding [B]."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    q = drawn(B, 1, K * G + 2, E)[:, :, : K * G].transpose(1, 2)
+    keys, values = (drawn(B, K, slots + 7, E)[:, :, :slots] for _ in range(2))
+    return q, keys, values, torch.randint(slots, (B,), generator=generator)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("K", "G", "E"), [(3, 3, 64), (2, 5, 128), (1, 1, 64), (2, 4, 64), (1, 6, 128)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_of_a_batch_is_pytorchs_attention_without_its_padding(K: int, G: int, E: int, padded: bool) -> None:
+    q, keys, values, pad_B = step_of(5, K, G, E, slots=77)
+    keys[torch.arange(77) < pad_B[:, None, None].expand(5, K, 1)] = torch.nan
+    if not padded:
+        keys.nan_to_num_()
+        pad_B.zero_()
+    found = attend_step(q, keys, values, pad_B if padded else None)
+    seen = (torch.arange(77) >= pad_B[:, None])[:, None, None]
+    expected = F.scaled_dot_product_attention(
+        q.double(), keys.nan_to_num().double(), values.double(), attn_mask=seen, enable_gqa=True
+    )
+    assert found.dtype == torch.bfloat16
+    # Summed in float32, so what is left is the result's own rounding: half a unit of 8 bits.
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=2**-8)
+
+
+@needs_compiler
+def test_a_sequence_of_a_step_is_the_same_to_the_last_bit_in_any_company(threads: None) -> None:
+    q, keys, values, pad_B = step_of(4, 3, 3, 64, slots=50)
+    torch.set_num_threads(3)
+    together = attend_step(q, keys, values, pad_B)
+    torch.set_num_threads(1)
+    for b, pad in enumerate(pad_B.tolist()):
+        assert torch.equal(
+            attend_step(q[b : b + 1], keys[b : b + 1, :, pad:], values[b : b + 1, :, pad:], None)[0], together[b]
+        )
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [(1, 32), (5, 576), (3, 4096)])
+def test_norms_in_bfloat16_are_pytorchs_with_one_rounding(shape: tuple[int, int], threads: None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*s, generator=generator).bfloat16() for s in (shape, shape[1:]))
+    found = rms_norm(x, weight, 1e-5)
+    expected = F.rms_norm(x.double(), shape[1:], weight.double(), 1e-5)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=2**-8)
+    torch.set_num_threads(1)
+    assert torch.equal(rms_norm(x[:1], weight, 1e-5), found[:1])
 
 
 # Products and layers
@@ -246,9 +316,12 @@ def test_activations_of_any_size() -> None:
     torch.testing.assert_close(hidden[0], F.silu(gates))
 
 
-def test_only_for_float32_on_a_cpu() -> None:
+def test_only_for_their_types_on_a_cpu() -> None:
     assert not kernels_available(torch.float64, CPU)
     assert not kernels_available(torch.float32, torch.device("cuda"))
+    assert not attends_steps(torch.bfloat16, torch.device("cuda"), head_dim=64)
+    assert not attends_steps(torch.float32, CPU, head_dim=64)
+    assert not attends_steps(torch.bfloat16, CPU, head_dim=80)
 
 
 @pytest.fixture

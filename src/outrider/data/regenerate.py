@@ -51,6 +51,7 @@ from outrider.sampling import SamplingParams, warp
 from outrider.target.model import Target
 from outrider.utils.measure import dtype_name
 
+_IN_CACHE = 4  # rows whose probabilities a CPU has at a time: they stay in its cache
 _WINDOW = 8  # batches whose prompts are sorted together: less padding, still a fair sample of the whole
 _COMPACT_BELOW = 0.75  # drop finished sequences once fewer than this share of the batch is alive
 
@@ -240,9 +241,11 @@ def _next_tokens(logits_BV: Tensor, params: Sequence[SamplingParams], uniform_B:
     next_B = torch.empty(len(params), dtype=torch.long, device=logits_BV.device)
     for shared, rows in groups.items():
         if shared.temperature == 0:
-            next_B[rows] = logits_BV[rows].argmax(-1)
-        else:
-            next_B[rows] = _draw(warp(logits_BV[rows].float(), shared, None), uniform_B[rows])
+            next_B[rows] = logits_BV[rows].max(-1).indices  # on a CPU `argmax` takes three times as long
+            continue
+        step = len(rows) if logits_BV.is_cuda else _IN_CACHE
+        for few in (rows[start : start + step] for start in range(0, len(rows), step)):
+            next_B[few] = _draw(warp(logits_BV[few].float(), shared, None), uniform_B[few])
     return next_B
 
 

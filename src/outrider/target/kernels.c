@@ -1,8 +1,10 @@
-/* What a float32 forward on a CPU spends its time on, for steps of few rows (target/kernels.py).
+/* What a forward on a CPU spends its time on, for steps of few rows (target/kernels.py). In float32:
 
    products     y = x W^T + b                    weights read once, at the speed of memory, for up to some ten rows
    layers       what a Llama layer does before and after its attention, around the products
    attention    of requests that bring few rows each, over keys and values in blocks
+
+   In bfloat16: RMS norms, and attention of one new token per sequence of a batch.
 
    A row's sums are taken in the same order whatever other rows, requests and threads there are, so its result is the
    same to the last bit.
@@ -464,6 +466,171 @@ int attend(const Requests *all, const Shapes *shapes, const float *q, const floa
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     attend_all(all, shapes, q, keys, values, out, bytes, &failed);
+    return failed;
+}
+
+/* ------------------------------------------------------------------------------------------------------------------
+   bfloat16: RMS norms, and attention of one new token per sequence: a step of a batch that is decoded plainly.
+
+   A bfloat16 is the upper half of a float32. So a word of two of them is two floats after a shift and a mask, the even
+   elements of a row and the odd ones, and sums are kept in these two halves until they are written. Every key and value
+   is read once for all queries of its head, in the order of memory, and those of left padding not at all.
+   ------------------------------------------------------------------------------------------------------------------ */
+
+#define STEP_QUERIES 4 /* whose sums are in registers */
+#define STEP_WORDS (64 / LANES) /* vectors of words of a head, at most */
+#define STEP_AHEAD 32 /* keys and values that are fetched ahead; processors do not by themselves, quickly enough */
+
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint32_t LooseWords __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+
+static inline Lanes even_half(Words x) { return (Lanes)(x << 16); }
+static inline Lanes odd_half(Words x) { return (Lanes)(x & 0xffff0000u); }
+
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Four __attribute__((vector_size(16)));
+/* In halves: a loop over lanes would go through memory. */
+static inline float lanes_sum(Lanes x) {
+    Eight low, high;
+    memcpy(&low, &x, sizeof low);
+    memcpy(&high, (const char *)&x + sizeof(Lanes) - sizeof high, sizeof high);
+    if (LANES == 16) low += high;
+    Four l, h;
+    memcpy(&l, &low, sizeof l);
+    memcpy(&h, (const char *)&low + sizeof l, sizeof h);
+    l += h;
+    return (l[0] + l[2]) + (l[1] + l[3]);
+}
+
+/* To the nearest, ties to even: the upper halves are the results. */
+static inline Words rounded(Lanes x) {
+    const Words bits = (Words)x;
+    return bits + 0x7fff + (bits >> 16 & 1);
+}
+
+static inline Words joined(Lanes even, Lanes odd) { return rounded(even) >> 16 | (rounded(odd) & 0xffff0000u); }
+
+/* RMS norm of rows in bfloat16, [rows, count], count a multiple of twice LANES; sums are float32. */
+void normalise_bfloat16(const uint16_t *x, const uint16_t *weights, uint16_t *to, int64_t rows, int64_t count, float eps,
+                        int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const uint16_t *from = x + row * count;
+        Lanes squares = {0};
+        for (int64_t i = 0; i < count; i += 2 * LANES) {
+            const Words words = *(const LooseWords *)(from + i);
+            squares += even_half(words) * even_half(words) + odd_half(words) * odd_half(words);
+        }
+        const float scale = 1.0f / sqrtf(lanes_sum(squares) / count + eps);
+        for (int64_t i = 0; i < count; i += 2 * LANES) {
+            const Words words = *(const LooseWords *)(from + i), weight = *(const LooseWords *)(weights + i);
+            *(LooseWords *)(to + row * count + i) = joined(even_half(words) * scale * even_half(weight),
+                                                           odd_half(words) * scale * odd_half(weight));
+        }
+    }
+}
+
+typedef struct {
+    int64_t batch, kv_heads, groups, head_dim, length, query_row, query_head, cache_row, cache_head;
+    const int64_t *padding; /* of each sequence; NULL: none */
+    float scale;
+} Step;
+
+/* `rows` queries (1 to STEP_QUERIES) of one key head over N keys and values; scores: [rows, N]. */
+static inline __attribute__((always_inline)) void step_queries(const Step *step, const uint16_t *q,
+                                                               const uint16_t *keys, const uint16_t *values,
+                                                               uint16_t *out, float *scores, int64_t N,
+                                                               const int rows, const int64_t E) {
+    const int64_t C = E / (2 * LANES);
+    Lanes even[STEP_QUERIES][STEP_WORDS], odd[STEP_QUERIES][STEP_WORDS];
+    for (int i = 0; i < rows; i++)
+        for (int64_t c = 0; c < C; c++) {
+            const Words x = *(const LooseWords *)(q + i * step->query_head + 2 * c * LANES);
+            even[i][c] = even_half(x) * step->scale, odd[i][c] = odd_half(x) * step->scale;
+        }
+    for (int64_t n = 0; n < N; n++) {
+        Lanes sum[STEP_QUERIES];
+        for (int64_t e = 0; e < E; e += 2 * CACHE_LINE) __builtin_prefetch(keys + (n + STEP_AHEAD) * E + e, 0, 2);
+        for (int64_t c = 0; c < C; c++) {
+            const Words x = *(const LooseWords *)(keys + n * E + 2 * c * LANES);
+            for (int i = 0; i < rows; i++) {
+                const Lanes products = even[i][c] * even_half(x) + odd[i][c] * odd_half(x);
+                sum[i] = c == 0 ? products : sum[i] + products;
+            }
+        }
+        for (int i = 0; i < rows; i++) scores[i * N + n] = lanes_sum(sum[i]);
+    }
+    for (int i = 0; i < rows; i++) {
+        float *row = scores + i * N, most = -INFINITY, total = 0.0f;
+#pragma omp simd reduction(max : most)
+        for (int64_t n = 0; n < N; n++) most = row[n] > most ? row[n] : most;
+#pragma omp simd reduction(+ : total)
+        for (int64_t n = 0; n < N; n++) {
+            row[n] = exponential(row[n] - most);
+            total += row[n];
+        }
+        const float inverse = 1.0f / total;
+#pragma omp simd
+        for (int64_t n = 0; n < N; n++) row[n] *= inverse;
+        for (int64_t c = 0; c < C; c++) even[i][c] = odd[i][c] = (Lanes){0};
+    }
+    for (int64_t n = 0; n < N; n++) {
+        for (int64_t e = 0; e < E; e += 2 * CACHE_LINE) __builtin_prefetch(values + (n + STEP_AHEAD) * E + e, 0, 2);
+        for (int64_t c = 0; c < C; c++) {
+            const Words x = *(const LooseWords *)(values + n * E + 2 * c * LANES);
+            for (int i = 0; i < rows; i++) {
+                even[i][c] += scores[i * N + n] * even_half(x);
+                odd[i][c] += scores[i * N + n] * odd_half(x);
+            }
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int64_t c = 0; c < C; c++) *(LooseWords *)(out + i * E + 2 * c * LANES) = joined(even[i][c], odd[i][c]);
+}
+
+static inline __attribute__((always_inline)) void step_head(const Step *step, int64_t b, int64_t h, const uint16_t *q,
+                                                            const uint16_t *keys, const uint16_t *values,
+                                                            uint16_t *out, float *scores, const int64_t E) {
+    const int64_t G = step->groups, low = step->padding == NULL ? 0 : step->padding[b], N = step->length - low;
+    const int64_t first = b * step->cache_row + h * step->cache_head + low * E;
+    int64_t g = 0;
+    while (g < G) {
+        const uint16_t *from = q + b * step->query_row + (h * G + g) * step->query_head;
+        uint16_t *to = out + ((b * step->kv_heads + h) * G + g) * E;
+        if (g + 4 <= G)
+            step_queries(step, from, keys + first, values + first, to, scores, N, 4, E), g += 4;
+        else if (g + 3 <= G)
+            step_queries(step, from, keys + first, values + first, to, scores, N, 3, E), g += 3;
+        else if (g + 2 <= G)
+            step_queries(step, from, keys + first, values + first, to, scores, N, 2, E), g += 2;
+        else
+            step_queries(step, from, keys + first, values + first, to, scores, N, 1, E), g += 1;
+    }
+}
+
+/* q: [batch, heads, E] with strides; keys, values: [batch, kv_heads, slots, E], `length` slots in use; out: [batch,
+   heads, E]; all bfloat16, E 64 or 128. 0, or 1 without memory. */
+int attend_step(const Step *step, const uint16_t *q, const uint16_t *keys, const uint16_t *values, uint16_t *out,
+                int threads) {
+    int failed = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        float *scores = malloc(sizeof(float) * STEP_QUERIES * step->length);
+        if (scores == NULL) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 4) collapse(2)
+        for (int64_t b = 0; b < step->batch; b++)
+            for (int64_t h = 0; h < step->kv_heads; h++) {
+                if (scores == NULL) continue;
+                if (step->head_dim == 64)
+                    step_head(step, b, h, q, keys, values, out, scores, 64);
+                else
+                    step_head(step, b, h, q, keys, values, out, scores, 128);
+            }
+        free(scores);
+    }
     return failed;
 }
 

@@ -1,10 +1,11 @@
-"""The compiled float32 kernels of a CPU: products of packed matrices, layers around their attention, and attention of
-requests with few rows each (a token, or a token and its drafts).
+"""The compiled kernels of a CPU. In float32: products of packed matrices, layers around their attention, and attention
+of requests with few rows each (a token, or a token and its drafts). In bfloat16: RMS norms, and attention of a batch
+that is decoded plainly, as responses are.
 
 A decoding step reads all weights once for a few rows. oneDNN's products do not reach the memory's speed then, and of a
 small target PyTorch's operators spend a third of a step between the products. The machine's C compiler makes
 a library of `kernels.c` when it is first needed, for this processor, and the library is kept in the user's cache
-directory. Where there is no compiler, on other systems than Linux and for other types than float32, products are
+directory. Where there is no compiler, on other systems than Linux and for all else in other types, products are
 oneDNN's and the rest PyTorch's: slower, and equal up to rounding.
 
 Shapes: R requests, T rows of all, K kv heads, G queries per kv head, H = K * G, E head dim, S slots, D hidden, I inner.
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.target.attention import Branches
@@ -36,6 +38,8 @@ MOST_ROWS = 16  # of a request in attention; of more, matrix products are faster
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 _NATIVE = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
+_NORM_MULTIPLE = 32  # of elements in a row of a bfloat16 norm: those of two vectors
+_STEP_HEADS = (64, 128)  # head dims of `attend_step`
 _SECONDS = 60  # for a compiler that hangs
 
 
@@ -52,6 +56,15 @@ class _Shapes(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("kv_heads", "groups", "head_dim", "head_stride")),
         *((name, ctypes.c_int64) for name in ("query_row", "query_head")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "groups", "head_dim", "length")),
+        *((name, ctypes.c_int64) for name in ("query_row", "query_head", "cache_row", "cache_head")),
+        ("padding", ctypes.c_void_p),
         ("scale", ctypes.c_float),
     ]
 
@@ -89,6 +102,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "before_attention": (None, (ctypes.POINTER(_Layer), *(_POINTER,) * 5, _COUNT, _THREADS)),
     "after_attention": (None, (ctypes.POINTER(_Layer), *(_POINTER,) * 3, _COUNT, _THREADS)),
     "attend": (ctypes.c_int, (ctypes.POINTER(_Requests), ctypes.POINTER(_Shapes), *(_POINTER,) * 4, _THREADS)),
+    "normalise_bfloat16": (None, (*(_POINTER,) * 3, _COUNT, _COUNT, ctypes.c_float, _THREADS)),
+    "attend_step": (ctypes.c_int, (ctypes.POINTER(_Step), *(_POINTER,) * 4, _THREADS)),
     "whole_layer": (
         ctypes.c_int,
         (
@@ -339,6 +354,59 @@ class FewRows:
         tensors = (q.data_ptr(), keys_KSE.data_ptr(), values_KSE.data_ptr(), out_THE.data_ptr())
         if _library().attend(self.requests, shapes, *tensors, torch.get_num_threads()):
             raise MemoryError("no memory for the scores of attention")
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """RMS norm of rows; ours in bfloat16 on a CPU, where PyTorch's takes several operators."""
+    T, D = x_TD.shape
+    ours = x_TD.dtype == weight_D.dtype == torch.bfloat16 and x_TD.device.type == "cpu" and D % _NORM_MULTIPLE == 0
+    if not ours or _compiled() is None:
+        return F.rms_norm(x_TD, (D,), weight_D, eps)
+    x_TD, out_TD = x_TD.contiguous(), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    pointers = (x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr())
+    _library().normalise_bfloat16(*pointers, T, D, eps, torch.get_num_threads())
+    return out_TD
+
+
+def attends_steps(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
+    """Whether `attend_step` is there for keys of this type and size on this device."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and head_dim in _STEP_HEADS and _compiled() is not None
+
+
+def attend_step(q_BH1E: Tensor, keys_BKSE: Tensor, values_BKSE: Tensor, pad_B: Tensor | None) -> Tensor:
+    """Attention [B, H, 1, E] of one new token per sequence, in bfloat16, where `attends_steps`. Sums are float32.
+
+    Args:
+        keys_BKSE: with the new tokens' own; views of the used slots of a cache.
+        pad_B: int64, slots of left padding, which are not read.
+
+    Raises:
+        MemoryError: there is none for the scores.
+    """
+    B, H, _, E = q_BH1E.shape
+    K, S = keys_BKSE.shape[1:3]
+    q_BH1E = q_BH1E if q_BH1E.stride(3) == 1 else q_BH1E.contiguous()
+    strides = keys_BKSE.stride()
+    assert strides == values_BKSE.stride() and strides[2:] == (E, 1)
+    assert keys_BKSE.dtype == values_BKSE.dtype == q_BH1E.dtype == torch.bfloat16
+    out_BH1E = q_BH1E.new_empty(B, H, 1, E)
+    step = _Step(
+        batch=B,
+        kv_heads=K,
+        groups=H // K,
+        head_dim=E,
+        length=S,
+        query_row=q_BH1E.stride(0),
+        query_head=q_BH1E.stride(1),
+        cache_row=strides[0],
+        cache_head=strides[1],
+        padding=None if pad_B is None else pad_B.data_ptr(),
+        scale=E**-0.5,
+    )
+    tensors = (q_BH1E.data_ptr(), keys_BKSE.data_ptr(), values_BKSE.data_ptr(), out_BH1E.data_ptr())
+    if _library().attend_step(step, *tensors, torch.get_num_threads()):
+        raise MemoryError("no memory for the scores of attention")
+    return out_BH1E
 
 
 class WholeStep(NamedTuple):

@@ -20,7 +20,17 @@ from torch import Tensor
 
 from outrider.target.attention import Branches, additive
 from outrider.target.cache import KVCache, KVLayer
-from outrider.target.kernels import MOST_ROWS, Cache, FewRows, LayerKernels, Norms, WholeStep
+from outrider.target.kernels import (
+    MOST_ROWS,
+    Cache,
+    FewRows,
+    LayerKernels,
+    Norms,
+    WholeStep,
+    attend_step,
+    attends_steps,
+    rms_norm,
+)
 from outrider.target.linear import PackedLinear
 from outrider.target.paged import RaggedStep
 from outrider.utils.measure import on_device
@@ -50,7 +60,7 @@ class Operators:
         T, E = cos_TE.shape
         H, K = self.heads
         norms = self.norms
-        qkv = self.qkv(F.rms_norm(hidden_TD, hidden_TD.shape[-1:], norms.input, norms.eps)).view(T, -1, E)
+        qkv = self.qkv(rms_norm(hidden_TD, norms.input, norms.eps)).view(T, -1, E)
         q, k, v = qkv.split((H, K, K), dim=1)
         if norms.q is not None and norms.k is not None:
             q, k = F.rms_norm(q, (E,), norms.q, norms.eps), F.rms_norm(k, (E,), norms.k, norms.eps)
@@ -58,7 +68,7 @@ class Operators:
 
     def after_attention(self, attention_TD: Tensor, hidden_TD: Tensor) -> None:
         hidden_TD += self.o(attention_TD)
-        normed = F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self.norms.post, self.norms.eps)
+        normed = rms_norm(hidden_TD, self.norms.post, self.norms.eps)
         gate, up = self.gate_up(normed).chunk(2, dim=-1)
         hidden_TD += self.down(F.silu(gate).mul_(up))
 
@@ -160,6 +170,12 @@ class LeanDecoder:
                 return Cache(keys[0], values[0], slots_T)
 
             return self.run(tokens_BT, positions_BT, aux_layers, whole=WholeStep(rows, reserved))
+        if T == 1 and branches is None and attends_steps(self.embed.dtype, tokens_BT.device, E):
+
+            def attend_one(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return attend_step(q, *self._store(cache, index).update(k, v), cache.pad_B)
+
+            return self.run(tokens_BT, positions_BT, aux_layers, attention=attend_one)
         mask = visibility_mask(
             cache, B, T, groups=G, dtype=self.embed.dtype, device=tokens_BT.device, branches=branches
         )
@@ -229,7 +245,7 @@ class LeanDecoder:
                 layer.after_attention(out, hidden)
             if index in aux_layers:
                 captured[index] = hidden.view(B, T, -1).clone()
-        normed = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.eps).view(B, T, -1)
+        normed = rms_norm(hidden, self.norm, self.eps).view(B, T, -1)
         if len(self.layers) - 1 in aux_layers:
             captured[len(self.layers) - 1] = normed
         return normed, captured

@@ -23,7 +23,7 @@ from outrider.target.graphs import StepGraphs
 from outrider.target.hf import FamilyDecoder, text_decoder
 from outrider.target.hub import load_tokenizer, model_config, resolve_model
 from outrider.target.lean import LeanDecoder
-from outrider.target.linear import PackedLinear
+from outrider.target.linear import Float32Rows, PackedLinear
 from outrider.target.loading import generation_config, load_model, outline_model
 from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span, logit_rows, pageable
 from outrider.utils.measure import on_device, usable_device
@@ -221,7 +221,7 @@ class Target:
         self.device, self.dtype = self.embed_VD.device, self.embed_VD.dtype
         self.embed_scale = self.family.embedding_scale(self.hidden_size, self.dtype)
         self.head = PackedLinear(self.head_VD)
-        self._head32: PackedLinear | None = None
+        self._head32: Float32Rows | None = None
         self.sharded = isinstance(self.decoder.layers[0], FSDPModule)  # a forward is then one of all ranks
         self._recurrent = recurrent_modules(self.decoder)
         lean = self.device.type in ("cpu", "cuda") and self._lean_shaped() and not self.sharded
@@ -375,10 +375,10 @@ class Target:
         several per cent of probability. A GPU gives them from the bfloat16 head; elsewhere there is a float32 copy of
         it, made at their first use.
         """
-        head = self.head
+        head: PackedLinear | Float32Rows = self.head
         if hidden_XD.dtype != self.dtype and self.device.type != "cuda":
             assert hidden_XD.dtype == torch.float32
-            self._head32 = self._head32 or PackedLinear(self.head_VD.float())
+            self._head32 = self._head32 or Float32Rows(self.head_VD)
             head = self._head32
         logits = head(hidden_XD.reshape(-1, self.hidden_size)).view(*hidden_XD.shape[:-1], self.vocab_size)
         if self.softcap is not None:
