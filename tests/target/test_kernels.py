@@ -27,7 +27,7 @@ from outrider.target.kernels import (
     rms_norm,
 )
 from outrider.target.lean import Operators
-from outrider.target.linear import PackedLinear
+from outrider.target.linear import Float32Rows, PackedLinear
 
 CPU = torch.device("cpu")
 SLOTS, BLOCK = 640, 4
@@ -216,6 +216,21 @@ def test_products_of_any_shape(inputs: int, out: int, bias: bool) -> None:
     for rows in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 64, 65, 128):
         assert torch.equal(matrix.product(x[:rows]), whole[:rows]), rows
         assert torch.equal(matrix.product(x[-rows:]), whole[-rows:]), rows
+
+
+def test_float32_rows_of_a_bfloat16_matrix_have_float32_products() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((200, 96), (7, 96)))
+    before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    product = Float32Rows(weight)
+    found = product(x.float())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
+    assert torch.equal(product(x[2:3].float())[0], found[2])
+    assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined]
+    exact = torch.randn(7, 96, generator=generator)
+    half = Float32Rows(weight.half())  # no processor multiplies it so
+    torch.testing.assert_close(half(exact).double(), exact.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
 
 
 @needs_compiler

@@ -120,21 +120,21 @@ class PackedLinear(nn.Module):
 
 
 class Float32Rows:
-    """y = x W^T of float32 rows on a CPU, where W [out, in] is bfloat16: sums and result are float32.
+    """y = x W^T of float32 rows on a CPU, where W [out, in] is of a shorter type: sums and result are float32.
 
-    A processor that multiplies bfloat16 also does so here, as a GPU does, several times as fast as it multiplies
-    float32. Rows that were bfloat16 before, such as a bfloat16 model's hidden states, lose nothing by it.
+    A processor that multiplies bfloat16 also does so here with a bfloat16 W, as a GPU does, several times as fast as it
+    multiplies float32. Rows that were bfloat16 before, such as a bfloat16 model's hidden states, lose nothing by it.
     """
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.float()
-        self.packed = None if _packs_bfloat16() else PackedLinear(self.weight)
+        self.packed = None if weight.dtype == torch.bfloat16 and _packs_bfloat16() else PackedLinear(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         if self.packed is not None:
             return self.packed(x)
-        matmul = torch.backends.mkldnn.matmul
+        matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         before = matmul.fp32_precision
         matmul.fp32_precision = "bf16"
         try:
