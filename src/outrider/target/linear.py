@@ -131,14 +131,17 @@ class Float32Rows:
         self.packed = None if weight.dtype == torch.bfloat16 and _packs_bfloat16() else PackedLinear(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """[rows, in] -> [rows, out]; a row's result is the same to the last bit whatever the others are."""
         if self.packed is not None:
             return self.packed(x)
+        rows = len(x)
+        if rows < _MIN_ROWS:  # one row alone may take a kernel that sums in another order
+            x = F.pad(x, (0, 0, 0, _MIN_ROWS - rows))
         matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         before = matmul.fp32_precision
         matmul.fp32_precision = "bf16"
         try:
-            return F.linear(x, self.weight)
+            return F.linear(x, self.weight)[:rows]
         finally:
             matmul.fp32_precision = before
 
