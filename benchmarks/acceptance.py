@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.checkpoints.checkpoint import load_checkpoint
-from outrider.cli.common import load
+from outrider.cli.common import load, training_dtype
 from outrider.data.responses import Sample, stored_samples
 from outrider.target.model import Target
 from outrider.training.dataset import existing_responses
 from outrider.training.features import compute_features, measure_aux_scale
 from outrider.training.loss import BlockObjective
-from outrider.training.recipe import ObjectiveConfig
+from outrider.training.recipe import ObjectiveConfig, Precision
 from outrider.training.setup import CALIBRATION_SAMPLES
 from outrider.training.watch import held_out_batches, held_out_metrics
-from outrider.utils.measure import machine, set_up, today, usable_device, versions
+from outrider.utils.measure import dtype_name, machine, set_up, today, usable_device, versions
 
 _LENGTHS = {"0": "expected_length_greedy", "1": "expected_length_sampled"}
 
@@ -45,7 +45,8 @@ def lengths(target: Target, directory: Path, samples: list[Sample], anchors_per_
     module.rescale_aux(scale_L)
     if ids_Vd is None:
         ids_Vd = torch.arange(target.vocab_size, device=target.device)
-    objective = BlockObjective(target, ids_Vd, ObjectiveConfig())
+    precision: Precision = "bfloat16" if target.dtype == torch.bfloat16 else "float32"
+    objective = BlockObjective(target, ids_Vd, ObjectiveConfig(), precision=precision)
     features = list(compute_features(target, samples, layers, aux_scale_L=scale_L))
     batches = held_out_batches(
         samples, features, module.config.gamma, anchors_per_sample=anchors_per_sample, device=target.device
@@ -64,7 +65,8 @@ def main(
 ) -> None:
     """Expected accepted length of drafters along the same responses."""
     set_up(threads)
-    model = load(target, usable_device("cpu"), torch.float32)
+    device = usable_device("cpu")
+    model = load(target, device, training_dtype("auto", device, Console()))
     texts = {file.stem: stored_samples(file, existing_responses(file, model)[1]) for file in responses}
     table = Table("drafter", "text", "conversations", "T=0", "T=1")
     figures = []
@@ -84,7 +86,8 @@ def main(
             )
     Console().print(table)
     if out is not None:
-        about = {"date": today(), "target": target, "anchors": anchors, "machine": machine(), "versions": versions()}
+        about = {"date": today(), "target": target, "dtype": dtype_name(model.dtype), "anchors": anchors}
+        about |= {"machine": machine(), "versions": versions()}
         out.write_text(json.dumps({**about, "figures": figures}, indent=1) + "\n")
 
 

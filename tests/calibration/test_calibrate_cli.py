@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.calibration.fit import Scaling
-from outrider.checkpoints.checkpoint import read_metadata
+from outrider.checkpoints.checkpoint import add_metadata, read_metadata
 from outrider.cli.calibrate import _digest
 from outrider.target.hub import EMBEDDED_ID
 from tests.toys.command_line import Run
@@ -53,6 +53,12 @@ def test_worse_temperatures_are_not_stored(
     assert "not stored: on held-out conversations ECE" in out and "d is unchanged" in out and "not exported: " in out
     assert {path.name: path.read_bytes() for path in drafter.iterdir()} == before
     assert not (tmp_path / "sglang").exists()
+    add_metadata(drafter, calibration={"temperatures": [1.0] * 7, "offsets": [0.5] * 7})
+    status, out, err = run(*command, "--max-new-tokens", 32, "--temperature", 1)
+    assert status == 0 and "left without a fit (on held-out conversations ECE" in out, err
+    stored = read_metadata(drafter)["calibration_sampled"]
+    assert stored["temperatures"] == [1.0] * 7 and stored["offsets"] == [0.0] * 7
+    assert stored["after"] == stored["before"]
 
 
 def test_heads_of_another_maker_are_measured(run: Run, toy: Path, tmp_path: Path) -> None:

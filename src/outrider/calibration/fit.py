@@ -455,6 +455,13 @@ class CalibrationResult:
         return self.refused is None or self.calibration.estimator is not None
 
     @property
+    def unfitted(self) -> Calibration:
+        """The calibration with temperatures of 1 and offsets of 0, and what was measured so."""
+        none = Scaling.identity(len(self.calibration.temperatures))
+        changed = {"temperatures": none.temperatures, "offsets": none.offsets, "after": self.calibration.before}
+        return self.calibration.model_copy(update=changed)
+
+    @property
     def serving(self) -> Scaling:
         """The scaling to serve these confidences with: none where it was refused."""
         scaling = self.calibration.scaling

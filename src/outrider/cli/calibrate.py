@@ -137,12 +137,16 @@ def calibrate_command(
     found = calibrate(collected, measured_on, fitted_on, settings=config, versions=versions())
     console.print(quality_table(found.calibration))
     console.print(errors_table(found.calibration))
+    section, whose = (SAMPLED_CALIBRATION, " of sampled requests") if params.temperature else (CALIBRATION, "")
     if found.storable:
-        section, whose = (SAMPLED_CALIBRATION, " of sampled requests") if params.temperature else (CALIBRATION, "")
         add_metadata(directory, **{section: found.calibration.model_dump(mode="json")})
         what = "temperatures" if found.refused is None else f"estimator without temperatures ({found.refused})"
         what += whose
         outcome = f"{what} stored in {directory}"
+    elif params.temperature and CALIBRATION in checkpoint.metadata:
+        # Without a section of their own, sampled requests would have the fit to greedy text.
+        add_metadata(directory, **{section: found.unfitted.model_dump(mode="json")})
+        outcome = f"sampled requests are left without a fit ({found.refused}), and not with the greedy one: {directory}"
     else:
         outcome = f"not stored: {found.refused}; {directory} is unchanged. More prompts may help."
     console.print(outcome, highlight=False, markup=False, soft_wrap=True)
