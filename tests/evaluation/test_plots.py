@@ -56,7 +56,7 @@ def test_positions_that_few_rounds_reached_are_hidden(drawn: Path) -> None:
         assert list(line.get_ydata()) == enough
     assert [len(line.get_ydata()) for line in lines] == [7, 6, 5]
     named = title(plt.gcf())
-    assert all(fact in named for fact in (SMOLLM2, "drafter smollm2-135m-dspark", "temperature 0", "2026-11-26"))
+    assert all(fact in named for fact in (SMOLLM2, "drafter smollm2-135m-dspark", "temperature 0", "2026-11-27"))
 
 
 def test_the_frontier_highlights_three_variants(drawn: Path) -> None:
