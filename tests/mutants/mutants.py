@@ -3598,7 +3598,7 @@ MUTANTS: list[Mutant] = [
         (
             "gpu_norm_in_parts",
             "a norm of each layer is several kernels",
-            "normed = F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self.norms.post, self.norms.eps)",
+            "normed = rms_norm(hidden_TD, self.norms.post, self.norms.eps)",
             "normed = hidden_TD * (hidden_TD.square().mean(-1, True) + self.norms.eps).rsqrt() * self.norms.post",
         ),
     ),
