@@ -3857,8 +3857,8 @@ MUTANTS: list[Mutant] = [
         (
             "uniform_numbers_of_other_rows",
             "of a batch with several temperatures, some responses are drawn by the numbers of others",
-            "warp(logits_BV[rows].float(), shared, None), uniform_B[rows])",
-            "warp(logits_BV[rows].float(), shared, None), uniform_B[: len(rows)])",
+            "warp(logits_BV[few].float(), shared, None), uniform_B[few])",
+            "warp(logits_BV[few].float(), shared, None), uniform_B[: len(few)])",
         ),
         (
             "server_at_temperature_0",
