@@ -47,11 +47,10 @@ from outrider.data.chat import Chat, printable_lines, response_text
 from outrider.data.conversations import Conversation, Message, chat_messages
 from outrider.data.responses import Failure, Reply, ResponseFile
 from outrider.data.sources import prompts_label
-from outrider.sampling import SamplingParams, warp
+from outrider.sampling import SamplingParams, rows_at_once, warp
 from outrider.target.model import Target
 from outrider.utils.measure import dtype_name
 
-_IN_CACHE = 4  # rows whose probabilities a CPU has at a time: they stay in its cache
 _WINDOW = 8  # batches whose prompts are sorted together: less padding, still a fair sample of the whole
 _COMPACT_BELOW = 0.75  # drop finished sequences once fewer than this share of the batch is alive
 
@@ -243,7 +242,7 @@ def _next_tokens(logits_BV: Tensor, params: Sequence[SamplingParams], uniform_B:
         if shared.temperature == 0:
             next_B[rows] = logits_BV[rows].max(-1).indices  # on a CPU `argmax` takes three times as long
             continue
-        step = len(rows) if logits_BV.is_cuda else _IN_CACHE
+        step = rows_at_once(logits_BV)
         for few in (rows[start : start + step] for start in range(0, len(rows), step)):
             next_B[few] = _draw(warp(logits_BV[few].float(), shared, None), uniform_B[few])
     return next_B

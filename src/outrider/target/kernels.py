@@ -389,6 +389,7 @@ def attend_step(q_BH1E: Tensor, keys_BKSE: Tensor, values_BKSE: Tensor, pad_B: T
     strides = keys_BKSE.stride()
     assert strides == values_BKSE.stride() and strides[2:] == (E, 1)
     assert keys_BKSE.dtype == values_BKSE.dtype == q_BH1E.dtype == torch.bfloat16
+    assert pad_B is None or (pad_B.dtype == torch.int64 and pad_B.is_contiguous())
     out_BH1E = q_BH1E.new_empty(B, H, 1, E)
     step = _Step(
         batch=B,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from outrider.data.responses import Sample
+from outrider.sampling import rows_at_once
 from outrider.target.model import Target
 from outrider.utils.machine import release_free_memory
 from outrider.utils.measure import on_device, pinned_bytes, to_host
@@ -32,7 +33,6 @@ from outrider.utils.measure import on_device, pinned_bytes, to_host
 PACK_TOKENS = 2048  # of one packed prefill: matrix products are at full speed, and temporaries stay below 100 MB
 _GPU_PACK_TOKENS = 8192
 _HEAD_CHUNK, _GPU_HEAD_CHUNK = 128, 512  # rows whose logits are there at a time
-_IN_CACHE = 4  # rows whose logits a CPU reduces at once: their exponentials stay in its cache
 LARGEST_FLOAT16 = 65504.0
 
 
@@ -200,7 +200,7 @@ def logit_summary(target: Target, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
     lse, argmax = [], []
     for rows in hidden_RD.float().split(_GPU_HEAD_CHUNK if hidden_RD.is_cuda else _HEAD_CHUNK):
         logits = target.logits(rows)
-        for few in logits.split(len(logits) if logits.is_cuda else _IN_CACHE):
+        for few in logits.split(rows_at_once(logits)):
             lse.append(few.logsumexp(-1))
             argmax.append(few.max(-1).indices)  # on a CPU `argmax` takes three times as long
     return torch.cat(lse), torch.cat(argmax)
