@@ -1721,8 +1721,14 @@ MUTANTS: list[Mutant] = [
         (
             "kernels_panel_not_moved_on",
             "inputs behind the first block meet the weights of the first",
-            "matrix->weights + (p * in + k) * WIDTH",
-            "matrix->weights + p * in * WIDTH",
+            "at = (p * in + k) * WIDTH",
+            "at = p * in * WIDTH",
+        ),
+        (
+            "kernels_halves_swapped",
+            "the outputs of a bfloat16 panel change places",
+            "w[0] = even_half(words)",
+            "w[0] = odd_half(words)",
         ),
         (
             "kernels_last_inputs_left_out",

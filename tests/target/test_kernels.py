@@ -218,6 +218,19 @@ def test_products_of_any_shape(inputs: int, out: int, bias: bool) -> None:
         assert torch.equal(matrix.product(x[-rows:]), whole[-rows:]), rows
 
 
+@needs_compiler
+@pytest.mark.parametrize(("inputs", "out"), [(1, 1), (130, 24), (257, 49), (576, 200)])
+def test_weights_that_are_bfloat16_are_kept_so_and_give_the_same_bits(inputs: int, out: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(out, inputs, generator=generator).bfloat16().float()
+    x = torch.randn(130, inputs, generator=generator)
+    third = torch.full((1, inputs), 1 / 3)  # is none, so the whole matrix is float32
+    halved, whole = PackedMatrix(weight), PackedMatrix(torch.cat([weight, third]))
+    assert (halved.panels.dtype, whole.panels.dtype) == (torch.bfloat16, torch.float32)
+    for rows in (1, 2, 8, 9, 17, 33, 64, 65, 130):
+        assert torch.equal(halved.product(x[:rows]), whole.product(x[:rows])[:, :out]), rows
+
+
 def test_float32_rows_of_a_bfloat16_matrix_have_float32_products() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((200, 96), (7, 96)))

@@ -150,7 +150,7 @@ class DrafterChoice:
                 checkpoint = with_block_size(checkpoint, block_size)
             module = checkpoint.weights.module
             parameters = sum(parameter.numel() for parameter in module.parameters())
-            served, name = checkpoint.serve(target), self.where
+            served, name = checkpoint.serve(target), name_of(Path(self.where))
             if tree is not None:
                 shape = f"tree of {tree}" + (", measured accuracies" if "candidates" in checkpoint.metadata else "")
                 served, name = _branched(module, served, tree), f"{name} ({shape})"
@@ -395,7 +395,11 @@ def open_for_mlx(
         parameters = sum(parameter.numel() for parameter in module.parameters())
         drafter = MLXDrafter(checkpoint, target)
         return OpenedDrafter(
-            drafter, choice.where, module.algorithm, parameters=parameters, metadata=checkpoint.metadata
+            drafter,
+            name_of(Path(choice.where)),
+            module.algorithm,
+            parameters=parameters,
+            metadata=checkpoint.metadata,
         )
     if choice.kind == "ngram":
         return choice.open_ngram()

@@ -309,14 +309,24 @@ def _settings(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
     )
 
 
+def _taken(metadata: Mapping[str, Any]) -> str:
+    """How many of the conversations were used, where the steps ended before the first pass over them."""
+    per_step = metadata["recipe"]["optimizer"].get("sequences_per_step")
+    taken = metadata.get("step", 0) * (per_step or 0)
+    return (
+        f" Its {metadata['step']:,} steps took {taken:,} of them." if 0 < taken < metadata["samples"] - per_step else ""
+    )
+
+
 def _data(metadata: Mapping[str, Any], sources: Sequence[str]) -> str:
     last = " in the last training" if metadata.get("history") else ""
     recorded = metadata.get("responses") or metadata["recipe"]["data"]
     lines = [
         "## Data",
         "",
-        f"{metadata['samples']:,} conversations with {metadata['response_tokens']:,} response tokens{last}. The "
-        "responses are the target's own,\nregenerated from the prompts; the loss covers generated tokens only.",
+        f"{metadata['samples']:,} conversations with {metadata['response_tokens']:,} response tokens{last}."
+        f"{_taken(metadata)}\nThe responses are the target's own, regenerated from the prompts; the loss covers generated "
+        "tokens only.",
         "",
         *(f"* {source}" for source in sources),
         *([""] if sources else []),

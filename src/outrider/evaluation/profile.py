@@ -457,8 +457,8 @@ def profile_path(target: Target, setting: Setting) -> Path:
     """Where the profile of a target in this setting is kept."""
     shapes = sorted((name, tuple(weight.shape)) for name, weight in target.model.named_parameters())
     instructions = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")
-    # "plain": what a step does besides is measured on plain steps; profiles kept from before are measured again.
-    about = [setting.model_dump(), shapes, instructions, versions(), "plain"]
+    # "halves": weights that are bfloat16 are read as such; profiles kept from before are measured again.
+    about = [setting.model_dump(), shapes, instructions, versions(), "halves"]
     name = re.sub(r"[^\w.-]+", "-", setting.target.split(" (")[0])[:64]
     return cache_dir() / "profiles" / f"{name}-{sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
 

@@ -1,6 +1,7 @@
 /* What a forward on a CPU spends its time on, for steps of few rows (target/kernels.py). In float32:
 
-   products     y = x W^T + b                    weights read once, at the speed of memory, for up to some ten rows
+   products     y = x W^T + b                    weights read once, at the speed of memory, for up to some ten rows;
+                                                 they may be bfloat16
    layers       what a Llama layer does before and after its attention, around the products
    attention    of requests that bring few rows each, over keys and values in blocks
 
@@ -20,7 +21,7 @@
 /* LANES: floats of the processor's vectors. GCC keeps wider ones in memory, which made attention ten times as slow. */
 #ifdef __AVX512F__ /* 32 registers */
 #define LANES 16
-#define VECTORS 2 /* of a panel's outputs */
+#define VECTORS 2 /* of a panel's outputs: the halves of a word, where weights are bfloat16 */
 #define GROUP 8   /* rows whose sums are in registers */
 #define CHUNKS 4  /* vectors of a head whose sums are in registers, for two rows at once */
 #else             /* 16 registers; with 4 rows of 3 vectors, which need them all, GCC 12's code takes half as long again */
@@ -47,6 +48,13 @@ static inline void store(float *to, Lanes x, int64_t count) {
         memcpy(to, &x, sizeof(float) * count);
 }
 
+/* A bfloat16 is the upper half of a float32, so a word of two of them is two floats after a shift and a mask. */
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint32_t LooseWords __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+
+static inline Lanes even_half(Words x) { return (Lanes)(x << 16); }
+static inline Lanes odd_half(Words x) { return (Lanes)(x & 0xffff0000u); }
+
 /* exp(x) for x <= 0, within 2 units in the last place (Cephes' expf); 0 below -87, where float32 ends. */
 static inline float exponential(float x) {
     const float bounded = x > -87.0f ? x : -87.0f;
@@ -67,8 +75,9 @@ static inline float exponential(float x) {
    Products. W is packed into panels of WIDTH outputs, [panel, in, WIDTH], and a panel is read in blocks of DEPTH inputs,
    which stay in the first cache while all rows pass over them, GROUP rows at a time with their sums in registers.
    Meanwhile the next block is fetched from memory, spread evenly over the groups: few rows then cost what reading the
-   weights costs, one row or eight. Groups of rows and vectors as in Goto and van de Geijn, "Anatomy of high-performance
-   matrix multiplication" (TOMS 2008).
+   weights costs, one row or eight. Of bfloat16 weights half as much is read, and a panel's two vectors are the halves of
+   one vector of words. Groups of rows and vectors as in Goto and van de Geijn, "Anatomy of high-performance matrix
+   multiplication" (TOMS 2008).
    ------------------------------------------------------------------------------------------------------------------ */
 
 #define WIDTH (LANES * VECTORS)
@@ -76,14 +85,14 @@ static inline float exponential(float x) {
 #define UNROLLED 4
 #define ROWS 64                             /* whose sums of a panel are kept at once */
 #define CACHE_LINE 16                       /* floats */
-#define LINES (UNROLLED * WIDTH / CACHE_LINE) /* of UNROLLED inputs of a panel */
+#define LINES (UNROLLED * WIDTH / CACHE_LINE) /* of UNROLLED inputs of a panel in float32 */
 
 int64_t panel_width(void) { return WIDTH; }
 
 /* sums [rows, WIDTH] += x [rows, depth] times weights [depth, WIDTH]; `lines` of `next` are fetched per UNROLLED inputs. */
 static inline __attribute__((always_inline)) void add_products(float *sums, const float *x, int64_t x_row,
-                                                               const float *weights, int64_t depth, const float *next,
-                                                               const int rows, const int lines) {
+                                                               const void *weights, int64_t depth, const float *next,
+                                                               const int rows, const int lines, const int halved) {
     Lanes sum[GROUP][VECTORS];
     int64_t k = 0;
     for (int i = 0; i < rows; i++)
@@ -91,7 +100,13 @@ static inline __attribute__((always_inline)) void add_products(float *sums, cons
 #define ADD(k)                                                                                            \
     do {                                                                                                  \
         Lanes w[VECTORS];                                                                                \
-        for (int v = 0; v < VECTORS; v++) w[v] = *(const Lanes *)(weights + (k) * WIDTH + v * LANES);   \
+        if (halved) {                                                                                    \
+            const Words words = *(const Words *)((const uint16_t *)weights + (k) * WIDTH);               \
+            w[0] = even_half(words);                                                                     \
+            w[1] = odd_half(words);                                                                      \
+        } else                                                                                           \
+            for (int v = 0; v < VECTORS; v++)                                                            \
+                w[v] = *(const Lanes *)((const float *)weights + (k) * WIDTH + v * LANES);               \
         for (int i = 0; i < rows; i++)                                                                    \
             for (int v = 0; v < VECTORS; v++) sum[i][v] += x[i * x_row + (k)] * w[v];                     \
     } while (0)
@@ -107,13 +122,14 @@ static inline __attribute__((always_inline)) void add_products(float *sums, cons
 }
 
 static inline __attribute__((always_inline)) void add_block(float *sums, const float *x, int64_t x_row, int64_t rows,
-                                                            const float *weights, int64_t depth, const int lines) {
-    const float *next = weights + depth * WIDTH;
+                                                            const void *weights, int64_t depth, const int lines,
+                                                            const int halved) {
+    const float *next = (const float *)weights + (halved ? depth * WIDTH / 2 : depth * WIDTH);
     const int64_t groups = (rows + GROUP - 1) / GROUP, group = (rows + groups - 1) / groups;
     for (int64_t i = 0; i < rows; i += group, next += lines * CACHE_LINE * (depth / UNROLLED)) {
-#define CASE(count)                                                                              \
-    case count:                                                                                  \
-        add_products(sums + i * WIDTH, x + i * x_row, x_row, weights, depth, next, count, lines); \
+#define CASE(count)                                                                                       \
+    case count:                                                                                           \
+        add_products(sums + i * WIDTH, x + i * x_row, x_row, weights, depth, next, count, lines, halved); \
         break
         switch (rows - i < group ? rows - i : group) {
             CASE(1);
@@ -131,11 +147,30 @@ static inline __attribute__((always_inline)) void add_block(float *sums, const f
     }
 }
 
-/* A packed matrix; `bias`: NULL or [out]. */
+/* A packed matrix of float32, or of bfloat16 where `halved`; `bias`: NULL or [out]. */
 typedef struct {
-    const float *weights, *bias;
-    int64_t in, out;
+    const void *weights;
+    const float *bias;
+    int64_t in, out, halved;
 } Matrix;
+
+/* What follows a block in memory is fetched by its groups of rows, but where `fetched`: it is in the second cache. */
+static inline __attribute__((always_inline)) void add_share(float *sums, const float *x, int64_t x_row, int64_t rows,
+                                                            const void *weights, int64_t depth, int64_t fetched,
+                                                            const int halved) {
+    const int64_t groups = (rows + GROUP - 1) / GROUP;
+    const int lines = halved ? LINES / 2 : LINES;
+    if (fetched)
+        add_block(sums, x, x_row, rows, weights, depth, 0, halved);
+    else if (groups == 1)
+        add_block(sums, x, x_row, rows, weights, depth, lines, halved);
+    else if (groups == 2)
+        add_block(sums, x, x_row, rows, weights, depth, (lines + 1) / 2, halved);
+    else if (groups <= 4)
+        add_block(sums, x, x_row, rows, weights, depth, (lines + 3) / 4, halved);
+    else
+        add_block(sums, x, x_row, rows, weights, depth, 1, halved);
+}
 
 /* Its panels, shared among the threads of the parallel region around: y [rows, out] = x W^T + b, or += where `add`. */
 static void multiply(const Matrix *matrix, const float *x, float *y, int64_t rows, const int add) {
@@ -145,21 +180,16 @@ static void multiply(const Matrix *matrix, const float *x, float *y, int64_t row
     for (int64_t p = 0; p < panels; p++) {
         const int64_t first = p * WIDTH, width = out - first < WIDTH ? out - first : WIDTH;
         for (int64_t row = 0; row < rows; row += ROWS) {
-            const int64_t count = rows - row < ROWS ? rows - row : ROWS, groups = (count + GROUP - 1) / GROUP;
+            const int64_t count = rows - row < ROWS ? rows - row : ROWS;
             memset(sums, 0, sizeof(float) * count * WIDTH);
             for (int64_t k = 0; k < in; k += DEPTH) {
                 const int64_t depth = in - k < DEPTH ? in - k : DEPTH;
-                const float *weights = matrix->weights + (p * in + k) * WIDTH, *from = x + row * in + k;
-                if (row > 0) /* the panel is in the second cache */
-                    add_block(sums, from, in, count, weights, depth, 0);
-                else if (groups == 1)
-                    add_block(sums, from, in, count, weights, depth, LINES);
-                else if (groups == 2)
-                    add_block(sums, from, in, count, weights, depth, (LINES + 1) / 2);
-                else if (groups <= 4)
-                    add_block(sums, from, in, count, weights, depth, (LINES + 3) / 4);
+                const int64_t at = (p * in + k) * WIDTH;
+                const float *from = x + row * in + k;
+                if (matrix->halved)
+                    add_share(sums, from, in, count, (const uint16_t *)matrix->weights + at, depth, row > 0, 1);
                 else
-                    add_block(sums, from, in, count, weights, depth, 1);
+                    add_share(sums, from, in, count, (const float *)matrix->weights + at, depth, row > 0, 0);
             }
             for (int64_t i = 0; i < count; i++) {
                 const float *sum = sums + i * WIDTH;
@@ -472,20 +502,14 @@ int attend(const Requests *all, const Shapes *shapes, const float *q, const floa
 /* ------------------------------------------------------------------------------------------------------------------
    bfloat16: RMS norms, and attention of one new token per sequence: a step of a batch that is decoded plainly.
 
-   A bfloat16 is the upper half of a float32. So a word of two of them is two floats after a shift and a mask, the even
-   elements of a row and the odd ones, and sums are kept in these two halves until they are written. Every key and value
-   is read once for all queries of its head, in the order of memory, and those of left padding not at all.
+   The even elements of a row and the odd ones are two vectors, and sums are kept in these two halves until they are
+   written. Every key and value is read once for all queries of its head, in the order of memory, and those of left
+   padding not at all.
    ------------------------------------------------------------------------------------------------------------------ */
 
 #define STEP_QUERIES 4 /* whose sums are in registers */
 #define STEP_WORDS (64 / LANES) /* vectors of words of a head, at most */
 #define STEP_AHEAD 32 /* keys and values that are fetched ahead; processors do not by themselves, quickly enough */
-
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef uint32_t LooseWords __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
-
-static inline Lanes even_half(Words x) { return (Lanes)(x << 16); }
-static inline Lanes odd_half(Words x) { return (Lanes)(x & 0xffff0000u); }
 
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Four __attribute__((vector_size(16)));
