@@ -325,8 +325,8 @@ def _data(metadata: Mapping[str, Any], sources: Sequence[str]) -> str:
         "## Data",
         "",
         f"{metadata['samples']:,} conversations with {metadata['response_tokens']:,} response tokens{last}."
-        f"{_taken(metadata)}\nThe responses are the target's own, regenerated from the prompts; the loss covers generated "
-        "tokens only.",
+        f"{_taken(metadata)}\nThe responses are the target's own, regenerated from the prompts; the loss covers "
+        "generated tokens only.",
         "",
         *(f"* {source}" for source in sources),
         *([""] if sources else []),
