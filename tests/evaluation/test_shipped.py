@@ -21,7 +21,7 @@ from outrider.decoding.generate import Chunk
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.heads import ConfidenceScaling, SampledScaling
-from outrider.evaluation.model_card import model_card
+from outrider.evaluation.model_card import _taken, model_card
 from outrider.evaluation.results import DrafterInfo, Results
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.hub import EMBEDDED_ID, canonical_id
@@ -377,3 +377,14 @@ def test_the_card_shows_the_calibration() -> None:
     with pytest.raises(ValueError, match=r"calibration\.before: Field required; run outrider calibrate again"):
         model_card(Checkpoint(DrafterWeights(DSpark(toy_config())), metadata), name="d", dtype=torch.float32)
     assert "## Measured" not in card and "license" not in card.split("---")[1]
+
+
+@pytest.mark.parametrize(
+    ("step", "anchors_per_step", "taken"), [(3000, None, True), (4680, None, False), (3000, 64, False)]
+)
+def test_a_card_says_how_many_conversations_an_unfinished_pass_took(
+    step: int, anchors_per_step: int | None, taken: bool
+) -> None:
+    optimizer = {"sequences_per_step": 4, "anchors_per_step": anchors_per_step}
+    metadata = {"recipe": {"optimizer": optimizer}, "step": step, "samples": 18_722}
+    assert _taken(metadata) == (" Its 3,000 steps took 12,000 of them." if taken else "")

@@ -311,11 +311,13 @@ def _settings(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
 
 def _taken(metadata: Mapping[str, Any]) -> str:
     """How many of the conversations were used, where the steps ended before the first pass over them."""
-    per_step = metadata["recipe"]["optimizer"].get("sequences_per_step")
-    taken = metadata.get("step", 0) * (per_step or 0)
-    return (
-        f" Its {metadata['step']:,} steps took {taken:,} of them." if 0 < taken < metadata["samples"] - per_step else ""
-    )
+    optimizer = metadata["recipe"]["optimizer"]
+    per_step, steps = optimizer.get("sequences_per_step"), metadata["step"]
+    if per_step is None or optimizer.get("anchors_per_step") is not None:  # a step then takes as many as it needs
+        return ""
+    # What does not fill a pass's last step is left out of it.
+    unfinished = steps * per_step <= metadata["samples"] - per_step
+    return f" Its {steps:,} steps took {steps * per_step:,} of them." if unfinished else ""
 
 
 def _data(metadata: Mapping[str, Any], sources: Sequence[str]) -> str:
