@@ -18,7 +18,7 @@ from torch import Tensor
 import outrider.training.trainer as trainer_module
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.target.model import Target
-from outrider.training.batches import BlockBatch, built_ahead, padded_size
+from outrider.training.batches import BlockBatch, built_ahead
 from outrider.training.features import FeatureSource, step_features
 from outrider.training.trainer import Trainer
 from tests.gpu.simulated import CUDA, DeviceTensor, SimulatedDevice, simulated_device
@@ -151,7 +151,7 @@ def test_batches_are_copied_by_a_thread_on_a_stream_of_its_own(device: Simulated
     assert [name for name, _, _ in seen] == [seen[0][0]] * 3 and seen[0][0].startswith("batches")
     assert seen[0][1] >= 10, "the copies were made there"
     for batch, (_, _, built) in zip(found, seen, strict=True):
-        assert batch is built and len(batch.previous_NK) == len(batch.aux_SLD) == padded_size(1)
+        assert batch is built and len(batch.previous_NK) == len(batch.aux_SLD) == 128
         for tensor in tensors_of(batch):
             assert isinstance(tensor, DeviceTensor) and tensor.written[0] is not device.default_stream
             assert tensor.made is device.default_stream, "its memory waits for the stream that trains"

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import outrider.drafters.layers as layers
-import outrider.training.batches as batches
 import outrider.training.parallel as parallel
 from outrider.drafters.layers import Compilation, flex_block_attention, split_attention
-from outrider.training.batches import BlockBatch, build_batch, idle_batch, padded_size
+from outrider.target.linear import padded_size
+from outrider.training.batches import BlockBatch, build_batch, idle_batch
 from outrider.training.parallel import compiles
 from outrider.training.trainer import Trainer
 from outrider.training.watch import held_out_batches, held_out_metrics
@@ -54,7 +54,7 @@ def test_padding_changes_no_loss_no_figure_and_no_gradient(method: str, tmp_path
     features = [trainer.held_out[i] for i, _ in chosen]
     plain, padded = (build_batch(chosen, run.held_out, features, gamma, padded=wide) for wide in (False, True))
     assert (plain.blocks, len(plain.previous_NK)) == (6, 6)
-    assert (padded.blocks, len(padded.previous_NK), len(padded.aux_SLD)) == (6, 128, 128)
+    assert (padded.blocks, len(padded.previous_NK), len(padded.aux_SLD)) == (6, 16, 32)
     loss, figures, grads = gradients(trainer, plain)
     loss_padded, figures_padded, grads_padded = gradients(trainer, padded)
     assert loss_padded == pytest.approx(loss, abs=1e-6) and len(grads) == len(grads_padded) > 0
@@ -72,17 +72,27 @@ def test_padding_changes_no_loss_no_figure_and_no_gradient(method: str, tmp_path
 
 
 def test_sizes_are_few_and_little_larger() -> None:
-    sizes = {padded_size(count) for count in range(1, 2**14 + 1)}
-    assert len(sizes) == 8 + 8 * 4 and all(size % 128 == 0 for size in sizes)
-    for count in (1, 127, 128, 129, 1000, 1025, 5000, 2**14):
-        assert count <= padded_size(count) <= max(count + 127, 1.125 * count)
-    assert [padded_size(count) for count in (128, 129, 2048, 2049)] == [128, 256, 2048, 2304]
+    for least in (16, 128):
+        sizes = {padded_size(count, least) for count in range(1, 16 * least * 2**3 + 1)}
+        assert len(sizes) == 8 + 8 * 4 and all(size % least == 0 for size in sizes)
+        for count in (1, 127, 128, 129, 1000, 1025, 5000, 2**14):
+            assert count <= padded_size(count, least) <= max(count + least - 1, 1.125 * count)
+    assert [padded_size(count, 128) for count in (128, 129, 2048, 2049)] == [128, 256, 2048, 2304]
+
+
+@pytest.mark.parametrize(("precision", "padded"), [("float32", False), ("bfloat16", True)])
+def test_batches_are_padded_where_each_shape_has_kernels_of_its_own(
+    precision: str, padded: bool, tmp_path: Path
+) -> None:
+    trainer = fresh_trainer("dspark", tmp_path, toy_target("qwen3"), precision=precision)
+    assert trainer.parallel.padded is padded
+    assert fresh_trainer("eagle3", tmp_path / "rows", toy_target("qwen3"), precision=precision).parallel.padded is padded
 
 
 def test_a_rank_without_work_has_padded_batches_too(tmp_path: Path) -> None:
     trainer = fresh_trainer("dspark", tmp_path, toy_target("qwen3"))
     batch = idle_batch(trainer.run.drafter, padded=True)
-    assert len(batch.previous_NK) == len(batch.aux_SLD) == sum(batch.layout.lengths) == 128
+    assert len(batch.previous_NK) == len(batch.aux_SLD) == sum(batch.layout.lengths) == 16
     trainer.parallel.backward(batch, torch.tensor(1.0), last=True, counts=False)
     assert all(p.grad is None or not p.grad.any() for p in trainer.run.drafter.parameters())
 
@@ -122,7 +132,6 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, **(chosen | options)))
     monkeypatch.setattr(layers, "kernel_of", lambda _: flex_block_attention)
     monkeypatch.setattr(layers, "_fused", Compilation("never"))
-    monkeypatch.setattr(batches, "_FEWEST", 16)  # several sizes, of short sequences
     monkeypatch.setattr(layers, "_TILE", 16)
     torch.compiler.reset()
     counters.clear()

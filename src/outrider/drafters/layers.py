@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from outrider.drafters.config import AuxLayers, DrafterConfig, DraftVocabulary, NotInRecipe
 from outrider.target.attention import additive
 from outrider.target.lean import rotate, signed_sin
-from outrider.target.linear import Packable
+from outrider.target.linear import Packable, padded_size
 from outrider.target.model import Target
 from outrider.utils.distributed import full_tensor
 from outrider.utils.measure import on_device
@@ -239,15 +239,18 @@ def split_attention(
     J, G = block_k_NKGE.shape[1:3]
     per_sequence = torch.bincount(layout.sequence_N, minlength=len(layout.lengths)).tolist()
     out, n0, s0 = [], 0, 0
-    for count, length in zip(per_sequence, layout.lengths, strict=True):
-        blocks, slots = slice(n0, n0 + count), slice(s0, s0 + length)
-        n0, s0 = n0 + count, s0 + length
-        if not count:
+    for own_count, length in zip(per_sequence, layout.lengths, strict=True):
+        # Slots behind the sequence's are never visible, blocks behind its own are dropped: they are there so that
+        # matrix products have few shapes, for each of which a kernel is built.
+        count, S = min(padded_size(own_count, 8), len(q_NKHE) - n0), min(padded_size(length), len(context_k_SGE) - s0)
+        blocks, slots = slice(n0, n0 + count), slice(s0, s0 + S)
+        n0, s0 = n0 + own_count, s0 + length
+        if not own_count:
             continue
         q = q_NKHE[blocks].view(count, K, G, H // G, E) * E**-0.5
         q_ctx = q.permute(2, 3, 0, 1, 4).reshape(G, H // G * count * K, E)
-        ctx = (q_ctx @ context_k_SGE[slots].permute(1, 2, 0)).view(G, H // G, count, K, length)
-        visible = visible_context(layout.anchors_N[blocks], length, K, window=pattern.window)
+        ctx = (q_ctx @ context_k_SGE[slots].permute(1, 2, 0)).view(G, H // G, count, K, S)
+        visible = visible_context(layout.anchors_N[blocks], S, K, window=pattern.window)
         ctx = ctx.masked_fill(~visible, -torch.inf)
         q_own = q.permute(2, 0, 3, 1, 4).reshape(G, count, -1, E)  # [G, N, Q K, E]
         own = q_own @ block_k_NKGE[blocks].permute(2, 0, 3, 1)  # [G, N, Q K, J]
@@ -255,13 +258,13 @@ def split_attention(
         if pattern.causal:
             own = own.masked_fill(own.new_ones(K, J, dtype=torch.bool).triu(1), -torch.inf)
         weights = torch.cat((ctx, own), dim=-1).softmax(-1)
-        w_ctx, w_own = weights.split((length, J), dim=-1)
-        y = (w_ctx.reshape(G, H // G * count * K, length) @ context_v_SGE[slots].transpose(0, 1)).view(
+        w_ctx, w_own = weights.split((S, J), dim=-1)
+        y = (w_ctx.reshape(G, H // G * count * K, S) @ context_v_SGE[slots].transpose(0, 1)).view(
             G, H // G, count, K, E
         )
         y_own = w_own.transpose(1, 2).reshape(G, count, -1, J) @ block_v_NKGE[blocks].permute(2, 0, 1, 3)
         y = y + y_own.view(G, count, H // G, K, E).transpose(1, 2)
-        out.append(y.permute(2, 3, 0, 1, 4).reshape(count, K, H, E))
+        out.append(y.permute(2, 3, 0, 1, 4).reshape(count, K, H, E)[:own_count])
     return torch.cat(out)
 
 

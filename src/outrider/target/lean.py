@@ -31,7 +31,7 @@ from outrider.target.kernels import (
     attends_steps,
     rms_norm,
 )
-from outrider.target.linear import PackedLinear
+from outrider.target.linear import PackedLinear, padded_size
 from outrider.target.paged import RaggedStep
 from outrider.utils.measure import on_device
 
@@ -127,6 +127,8 @@ class LeanDecoder:
         self.norm = decoder.norm.weight.detach()
         self.layers = [self._pack(layer) for layer in decoder.layers]
         self.compiled = all(isinstance(layer, LayerKernels) for layer in self.layers)
+        # oneDNN, which has the matrices of other layers on a CPU, builds a kernel for every number of rows.
+        self.builds_by_rows = self.embed.device.type == "cpu" and not self.compiled
 
     def _pack(self, layer: Any) -> LayerKernels | Operators:
         attn, mlp = layer.self_attn, layer.mlp
@@ -197,18 +199,23 @@ class LeanDecoder:
         """Documents of `lengths` tokens, concatenated; each sees itself only, from position 0 on. As `forward`, B = 1.
 
         Only attention goes document by document, in the same shapes whatever else is packed. The matrix products of a
-        row do not depend on how many rows there are, so neither do the results: equal to the last bit.
+        row do not depend on how many rows there are, so neither do the results: equal to the last bit. Rows that fill
+        their number up attend to nothing and are dropped.
         """
+        T = len(tokens_T)
+        filler = padded_size(T) - T if self.builds_by_rows else 0
 
         def attend(_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            documents = zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
+            *documents, _ = zip(*(x.split([*lengths, filler], dim=2) for x in (q, k, v)), strict=True)
             seen = [
                 F.scaled_dot_product_attention(d[0], d[1], d[2], is_causal=True, enable_gqa=True) for d in documents
             ]
-            return torch.cat(seen, dim=2)
+            return torch.cat([*seen, q.new_zeros(*q.shape[:2], filler, q.shape[3])], dim=2)
 
-        positions_T = torch.cat([torch.arange(length, device=tokens_T.device) for length in lengths])
-        return self.run(tokens_T[None], positions_T[None], aux_layers, attention=attend)
+        positions = [torch.arange(length, device=tokens_T.device) for length in (*lengths, filler)]
+        tokens_1T, positions_1T = F.pad(tokens_T, (0, filler))[None], torch.cat(positions)[None]
+        normed, captured = self.run(tokens_1T, positions_1T, aux_layers, attention=attend)
+        return normed[:, :T], {layer: x[:, :T] for layer, x in captured.items()}
 
     def forward_ragged(self, step: RaggedStep, aux_layers: tuple[int, ...]) -> AuxOutput:
         """The rows of many requests, each attending as `step` says. As `forward`, B = 1."""

@@ -189,6 +189,16 @@ def pack(module: nn.Module, dtype: torch.dtype) -> None:
         part.after_packing()
 
 
+def padded_size(count: int, least: int = 16) -> int:
+    """One of few sizes, at least `count`, for what would build kernels for each size: eight in an octave.
+
+    Args:
+        least: the smallest size, and what all are multiples of: the rows of a tile.
+    """
+    step = max(least, (1 << (count - 1).bit_length()) // 16)
+    return -(-count // step) * step
+
+
 @torch.inference_mode()
 def warm_up(most_rows: int) -> None:
     """Build oneDNN's kernels for every matrix that it packed and every number of rows up to `most_rows`.

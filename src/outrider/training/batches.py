@@ -14,7 +14,7 @@ response token but the last. A block supervises up to gamma following tokens of 
 
 Padded, a batch has one more sequence behind the others, of zeros: the context slots and blocks that fill both numbers
 up to one of a few sizes. It supervises nothing, and attention never crosses sequences, so losses and gradients are
-those without it.
+those without it. Supervised positions are filled up with the first one, which then weighs nothing.
 Shapes: N blocks, K = gamma draft positions, S context slots, M supervised positions.
 """
 
@@ -29,11 +29,13 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.data.responses import Sample
 from outrider.drafters.base import DraftModule
 from outrider.drafters.layers import BlockLayout
+from outrider.target.linear import padded_size
 from outrider.training.features import Features
 from outrider.training.recipe import OptimizerSection
 from outrider.utils.measure import on_device
@@ -58,6 +60,7 @@ class BlockBatch:
     lse_NK: Tensor
     argmax_NK: Tensor
     blocks: int  # those that are no padding, the first ones
+    positions: int  # of `supervised_M`, likewise
 
     def used_by(self, stream: Any) -> None:
         """Keep the memory of tensors that another stream made until this one is done with them."""
@@ -216,13 +219,7 @@ def total_weight(chosen: Sequence[Chosen], samples: Sequence[Sample], weights_K:
     return (on_device(counts_K, weights_K.device) * weights_K).sum()
 
 
-_FEWEST = 128  # rows and keys of a tile of FlexAttention's kernels
-
-
-def padded_size(count: int) -> int:
-    """The size that so many blocks or context slots are padded to: eight in an octave, a multiple of 128."""
-    step = max(_FEWEST, (1 << (count - 1).bit_length()) // 16)
-    return -(-count // step) * step
+_TILES = {"cpu": 16, "cuda": 128}  # rows of a tile, of matrix products and of FlexAttention's kernels
 
 
 def build_batch(
@@ -257,7 +254,8 @@ def build_batch(
         sequence.append(torch.full_like(anchors_N, number))
     blocks = sum(map(len, anchors))
     if padded:
-        N, S = padded_size(blocks) - blocks, padded_size(sum(lengths) + 1) - sum(lengths)
+        tile = _TILES[device.type]
+        N, S = padded_size(blocks, tile) - blocks, padded_size(sum(lengths) + 1, tile) - sum(lengths)
         parts = (labels, previous, supervised, hidden, lse, argmax, read, following)
         for part, size in zip(parts, [N] * 6 + [S] * 2, strict=True):
             part.append(part[0].new_zeros(size, *part[0].shape[1:]))
@@ -269,6 +267,11 @@ def build_batch(
     def there(parts: list[Tensor]) -> Tensor:
         return on_device(torch.cat(parts), device)
 
+    supervised_M = torch.cat(supervised).flatten().nonzero()[:, 0]
+    inside = len(supervised_M)
+    if padded:
+        supervised_M = F.pad(supervised_M, (0, padded_size(inside, _TILES[device.type]) - inside))
+
     return BlockBatch(
         aux_SLD=torch.cat(aux_layers),
         tokens_S=there(read),
@@ -277,17 +280,19 @@ def build_batch(
         previous_NK=there(previous),
         labels_NK=there(labels),
         supervised_NK=there(supervised),
-        supervised_M=on_device(torch.cat(supervised).flatten().nonzero()[:, 0], device),
+        supervised_M=on_device(supervised_M, device),
         target_hidden_NKD=there(hidden),
         lse_NK=there(lse),
         argmax_NK=there(argmax),
         blocks=blocks,
+        positions=inside,
     )
 
 
 def idle_batch(drafter: DraftModule, padded: bool = False) -> BlockBatch:
     """A batch of empty blocks, for a rank without work that must take part in the others' collectives."""
-    config, device, size = drafter.config, drafter.aux_scale_L.device, padded_size(1) if padded else 1
+    config, device = drafter.config, drafter.aux_scale_L.device
+    size = _TILES[device.type] if padded else 1
     nothing_N = torch.zeros(size, dtype=torch.long, device=device)
     nothing_NK = nothing_N[:, None].expand(size, config.gamma)
     return BlockBatch(
@@ -303,6 +308,7 @@ def idle_batch(drafter: DraftModule, padded: bool = False) -> BlockBatch:
         lse_NK=torch.zeros(size, config.gamma, device=device),
         argmax_NK=nothing_NK,
         blocks=size,
+        positions=size * config.gamma,
     )
 
 

@@ -156,12 +156,13 @@ class BlockObjective:
                     candidates=rows.candidates,
                 )
                 weights_NK = weights_NK * dpace_weights(scatter(likely_N, keep_NK), keep_NK, self.config.dpace)
+            is_first_N = torch.arange(len(batch.supervised_M), device=device) < batch.positions
             found = objective(
                 hidden_NH,
                 self.head_VH,
                 view,
                 config=self.config,
-                weights_N=supervised(weights_NK),
+                weights_N=supervised(weights_NK) * is_first_N,
                 latent_Nr=latent_Nr,
                 w2_Vr=rows.w2_Vr,
                 confidence_N=self._confidence(rows, read_NH, embedding_Nr),
@@ -170,13 +171,14 @@ class BlockObjective:
                 candidates=None if rows.lattice is not None else rows.candidates,
                 base_share=self.config.base_share(progress),
             )
+        found = ObjectiveOutput(found.loss, *(figures_N[: batch.positions] for figures_N in found[1:]))
         if rows.lattice is None:
             return found
         loss, acceptance_NK, agreement_NK = self._lattice(rows, batch, weights_NK, total_weight=total_weight)
         return found._replace(
             loss=found.loss + loss,
-            acceptance_N=supervised(acceptance_NK),
-            agreement_N=supervised(agreement_NK).float(),
+            acceptance_N=supervised(acceptance_NK)[: batch.positions],
+            agreement_N=supervised(agreement_NK)[: batch.positions].float(),
         )
 
     @torch.no_grad()

@@ -94,14 +94,16 @@ class ParallelStep:
     """Computes a rank's part of a step. The drafter is changed in place: layers compiled, checkpointed, sharded.
 
     Attributes:
-        padded: whether batches are padded, so that what is compiled sees few shapes.
+        padded: whether batches are padded, so that what builds a kernel for every shape sees few: compiled layers,
+            FlexAttention, and oneDNN, which multiplies bfloat16 on a CPU.
     """
 
     def __init__(self, drafter: DraftModule, objective: BlockObjective, recipe: Recipe, ranks: Ranks) -> None:
         self.ranks = ranks
         ranks.copy_from_main([*drafter.parameters(), *drafter.buffers()])
         compiling = compiles(drafter, recipe, ranks.device)
-        self.padded = compiling or (ranks.device.type == "cuda" and not drafter.counts_rows)
+        by_shape = ranks.device.type == "cuda" or objective.products == torch.bfloat16
+        self.padded = compiling or (by_shape and not drafter.counts_rows)
         if compiling:
             _compile_layers(draft_layers(drafter), required=recipe.compile is not None)
         if recipe.optimizer.checkpoint_activations:
