@@ -3675,6 +3675,32 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
+        "training/loss.py",
+        "tests/training/test_padding.py::test_padding_changes_no_loss_no_figure_and_no_gradient",
+        (
+            "padding_weighs_the_first_position",
+            "a batch's first supervised position is learned again by each that fills their number up",
+            "supervised(weights_NK) * is_first_N",
+            "supervised(weights_NK)",
+        ),
+        (
+            "padding_counts_in_figures",
+            "acceptance and agreement are means over the positions that fill up a batch as well",
+            "*(figures_N[: batch.positions] for figures_N in found[1:])",
+            "*found[1:]",
+        ),
+    ),
+    *_of(
+        "target/lean.py",
+        "tests/target/test_packed_prefill.py",
+        (
+            "prefill_keeps_its_filler",
+            "packed prefills return the rows that fill their number up",
+            "return normed[:, :T], {layer: x[:, :T] for layer, x in captured.items()}",
+            "return normed, captured",
+        ),
+    ),
+    *_of(
         "training/parallel.py",
         "tests/training/test_padding.py::test_training_goes_on_uncompiled_with_one_warning",
         (
