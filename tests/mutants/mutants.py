@@ -2631,12 +2631,22 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
+        "utils/machine.py",
+        "tests/training/test_machine.py::test_memory_that_is_free_between_what_is_kept_is_given_back",
+        (
+            "memory_given_back_always",
+            "free memory goes back after every prefill, which ends the heap's huge pages and makes all steps slow",
+            "if _resident_bytes() - _resident > growth:",
+            "if growth:",
+        ),
+    ),
+    *_of(
         "training/features.py",
-        "tests/target/test_packed_prefill.py::test_free_memory_is_given_back_behind_every_prefill",
+        "tests/target/test_packed_prefill.py::test_free_memory_may_go_back_behind_every_prefill",
         (
             "features_memory_kept",
             "memory that is free among remembered features stays with the process",
-            "        release_free_memory()\n",
+            "        release_free_memory(_GROWTH)\n",
             "",
         ),
     ),

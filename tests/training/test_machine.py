@@ -150,8 +150,11 @@ blocks = [torch.ones(2**14) for _ in range(3200)]  # 64 KiB each, which come fro
 kept = blocks[::32]
 del blocks
 grown = resident() - before
-release_free_memory()
-print(grown, resident() - before)
+release_free_memory(2**40)
+untouched = resident() - before
+release_free_memory(2**20)
+print(grown, untouched, resident() - before)
 """
-    grown, left = map(float, output_of(code).split())
+    grown, untouched, left = map(float, output_of(code).split())
     assert grown > 150 and left < 50, "200 MiB were used, 6 are kept"
+    assert untouched > 150, "a process that grew by less keeps its huge pages"

@@ -86,7 +86,9 @@ def test_batches_are_padded_where_each_shape_has_kernels_of_its_own(
 ) -> None:
     trainer = fresh_trainer("dspark", tmp_path, toy_target("qwen3"), precision=precision)
     assert trainer.parallel.padded is padded
-    assert fresh_trainer("eagle3", tmp_path / "rows", toy_target("qwen3"), precision=precision).parallel.padded is padded
+    assert (
+        fresh_trainer("eagle3", tmp_path / "rows", toy_target("qwen3"), precision=precision).parallel.padded is padded
+    )
 
 
 def test_a_rank_without_work_has_padded_batches_too(tmp_path: Path) -> None:

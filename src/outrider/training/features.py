@@ -33,6 +33,7 @@ from outrider.utils.measure import on_device, pinned_bytes, to_host
 PACK_TOKENS = 2048  # of one packed prefill: matrix products are at full speed, and temporaries stay below 100 MB
 _GPU_PACK_TOKENS = 8192
 _HEAD_CHUNK, _GPU_HEAD_CHUNK = 128, 512  # rows whose logits are there at a time
+_GROWTH = 2**30  # bytes that a process may grow by before it gives free memory back
 LARGEST_FLOAT16 = 65504.0
 
 
@@ -120,7 +121,7 @@ class FeatureSource(FeatureCache):
             compute_features(self.target, samples, self.aux_layers, aux_scale_L=self.aux_scale_L, dtype=self.dtype)
         )
         # What is remembered lies among the temporaries of prefills: a process grew to seven times of it.
-        release_free_memory()
+        release_free_memory(_GROWTH)
         return found
 
     def _along(self, missing: Sequence[int], soon: Sequence[int]) -> list[int]:

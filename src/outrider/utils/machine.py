@@ -163,7 +163,22 @@ def _reclaimable(group: Path) -> int:
     return 0
 
 
-def release_free_memory() -> None:
-    """Give back memory that is free inside the heap, where the C library can (glibc): else only its end shrinks."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+_resident = 0  # bytes that the process had when it last gave memory back
+
+
+def release_free_memory(growth: int) -> None:
+    """Give back memory that is free inside the heap, where the C library can (glibc): else only its end shrinks.
+
+    Done once the process has grown by `growth` bytes since it was last done, for it has a price: heaps of huge pages
+    end in small ones, and all that reads memory is then slower for the rest of the process.
+    """
+    global _resident
+    if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        return
+    if _resident_bytes() - _resident > growth:
         libc.malloc_trim(0)
+        _resident = _resident_bytes()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
