@@ -54,7 +54,7 @@ def test_positions_that_few_rounds_reached_are_hidden(drawn: Path) -> None:
     for task, line in zip(found.tasks, lines, strict=True):
         enough = [c for c, rounds in zip(task.conditional_acceptance, task.reached, strict=True) if rounds >= 20]
         assert list(line.get_ydata()) == enough
-    assert [len(line.get_ydata()) for line in lines] == [7, 6, 5]
+    assert min(len(line.get_ydata()) for line in lines) < 7, "some are, in this file"
     named = title(plt.gcf())
     assert all(fact in named for fact in (SMOLLM2, "drafter smollm2-135m-dspark", "temperature 0", "2026-11-27"))
 

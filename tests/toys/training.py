@@ -21,7 +21,7 @@ from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
 from outrider.training.loss import BlockObjective
 from outrider.training.recipe import ObjectiveConfig, Precision, Recipe
-from outrider.training.setup import Run, fresh, new_drafter, training_precision
+from outrider.training.setup import Run, fresh, new_drafter
 from outrider.training.trainer import Trainer
 from tests.toys.targets import toy_config, toy_samples, with_mask_token
 
@@ -78,7 +78,7 @@ def fresh_trainer(method: str, out: Path, target: Target, **changes: Any) -> Tra
     plan, samples, target = recipe(out, drafter=chosen, **(fields | changes)), toy_samples(14), with_mask_token(target)
     torch.manual_seed(0)
     start = fresh(new_drafter(plan, target), plan, target, samples)
-    objective = BlockObjective(target, start.draft_ids_Vd, plan.objective, training_precision(plan, target))
+    objective = BlockObjective(target, start.draft_ids_Vd, plan.objective)
     return Trainer(plan, Run(target, start.drafter, objective, start.draft_ids_Vd, True, samples[2:], samples[:2]))
 
 

@@ -20,7 +20,9 @@ import outrider.training.parallel as parallel
 from outrider.drafters.layers import Compilation, flex_block_attention, split_attention
 from outrider.target.linear import padded_size
 from outrider.training.batches import BlockBatch, build_batch, idle_batch
-from outrider.training.parallel import compiles
+from outrider.training.loss import BlockObjective
+from outrider.training.parallel import ParallelStep, compiles
+from outrider.training.recipe import Precision
 from outrider.training.trainer import Trainer
 from outrider.training.watch import held_out_batches, held_out_metrics
 from outrider.utils.distributed import join
@@ -82,13 +84,12 @@ def test_sizes_are_few_and_little_larger() -> None:
 
 @pytest.mark.parametrize(("precision", "padded"), [("float32", False), ("bfloat16", True)])
 def test_batches_are_padded_where_each_shape_has_kernels_of_its_own(
-    precision: str, padded: bool, tmp_path: Path
+    precision: Precision, padded: bool, tmp_path: Path
 ) -> None:
-    trainer = fresh_trainer("dspark", tmp_path, toy_target("qwen3"), precision=precision)
-    assert trainer.parallel.padded is padded
-    assert (
-        fresh_trainer("eagle3", tmp_path / "rows", toy_target("qwen3"), precision=precision).parallel.padded is padded
-    )
+    trainer = fresh_trainer("dspark", tmp_path, toy_target("qwen3"))
+    run, recipe = trainer.run, trainer.recipe
+    objective = BlockObjective(run.target, run.draft_ids_Vd, recipe.objective, precision)
+    assert ParallelStep(run.drafter, objective, recipe, ranks=trainer.ranks).padded is padded
 
 
 def test_a_rank_without_work_has_padded_batches_too(tmp_path: Path) -> None:
