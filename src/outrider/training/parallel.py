@@ -102,7 +102,8 @@ class ParallelStep:
         self.ranks = ranks
         ranks.copy_from_main([*drafter.parameters(), *drafter.buffers()])
         compiling = compiles(drafter, recipe, ranks.device)
-        by_shape = ranks.device.type == "cuda" or objective.products == torch.bfloat16
+        device = ranks.device.type
+        by_shape = device == "cuda" or (device == "cpu" and objective.products == torch.bfloat16)
         self.padded = compiling or (by_shape and not drafter.counts_rows)
         if compiling:
             _compile_layers(draft_layers(drafter), required=recipe.compile is not None)
