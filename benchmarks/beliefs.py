@@ -11,7 +11,7 @@ engine; beliefs are then compared with all outcomes of the drafts, verified or n
     average    per position, an exponentially weighted mean of what was accepted (adaptive lengths of several engines)
     refit      logistic in the drafter's confidence, one slope and a constant per position, one damped Newton step every
                100 steps from these alone (vLLM's online acceptance estimator, its pull request 52228)
-    beliefs    scheduling/beliefs.py
+    beliefs    decoding/beliefs.py
 
 Each is run with confidences and, but for `own`, without. Shapes: R requests, K positions, N rounds.
 """
@@ -29,12 +29,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.calibration.fit import ece, ece_noise, log_loss
-from outrider.loadtest.traces import Response, Traces
-from outrider.scheduling.beliefs import Beliefs, logit, sigmoid
-from outrider.scheduling.cost import Floats, Ints, Profile, StepCost
-from outrider.scheduling.gate import History, known_verdicts
-from outrider.scheduling.policies import LookAhead
+from outrider.decoding.beliefs import Beliefs, logit, sigmoid
+from outrider.decoding.cost import Floats, Ints, Profile, StepCost
+from outrider.decoding.gate import History, known_verdicts
+from outrider.decoding.policies import LookAhead
+from outrider.evaluation.calibration.fit import ece, ece_noise, log_loss
+from outrider.evaluation.loadtest.traces import Response, Traces
 from outrider.utils.measure import machine, versions
 
 

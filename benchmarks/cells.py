@@ -49,17 +49,17 @@ from outrider.checkpoints.checkpoint import load_drafter
 from outrider.checkpoints.published import shipped_drafter
 from outrider.data.chat import Chat
 from outrider.data.sources import load_prompts
+from outrider.decoding.batch import Request
+from outrider.decoding.cost import Profile
+from outrider.decoding.engine import Engine
 from outrider.decoding.request import StopRules
 from outrider.drafters.ngram import HybridDrafter
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
+from outrider.evaluation.loadtest.load import Ask
+from outrider.evaluation.loadtest.simulate import SimulatedEngine
+from outrider.evaluation.loadtest.traces import Traces
+from outrider.evaluation.loadtest.traces import record as record_traces
 from outrider.evaluation.profile import setting_of
-from outrider.loadtest.load import Ask
-from outrider.loadtest.simulate import SimulatedEngine
-from outrider.loadtest.traces import Traces
-from outrider.loadtest.traces import record as record_traces
 from outrider.sampling import SamplingParams
-from outrider.scheduling.cost import Profile
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import Target, load_target
 from outrider.utils.measure import machine, quartiles, set_up, today, versions

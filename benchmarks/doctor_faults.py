@@ -48,7 +48,7 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlash, DFlashConfig
-from outrider.loadtest.load import mixed_prompts
+from outrider.evaluation.loadtest.load import mixed_prompts
 from outrider.target.hub import EMBEDDED_ID, resolve_model
 from outrider.target.model import load_target
 from outrider.utils.measure import machine, versions
@@ -195,7 +195,7 @@ if _wanted:
     sys.meta_path.insert(0, _Finder(_wanted))
 """
 
-OUR_DFLASH, OUR_APP, OUR_RULE = "outrider.drafters.dflash", "outrider.serving.app", "outrider.verification"
+OUR_DFLASH, OUR_APP, OUR_RULE = "outrider.drafters.dflash", "outrider.serving.app", "outrider.decoding.verification"
 VLLM_MODEL, VLLM_PROPOSER = "vllm.model_executor.models.qwen3_dflash", "vllm.v1.spec_decode.dflash"
 VLLM_SAMPLER = "vllm.v1.sample.rejection_sampler"
 

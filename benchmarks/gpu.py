@@ -34,11 +34,11 @@ import typer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import UNCALIBRATED, DrafterWeights
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.target.model import Target
 from outrider.training.estimate import MeasuredTarget, measure_step
 from outrider.training.gpu_estimate import GPUS, TARGETS, UTILISATION, estimate_on_gpus, planned_target

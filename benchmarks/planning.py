@@ -20,9 +20,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.scheduling.cost import SpsTable
-from outrider.scheduling.gate import DraftGate, GateView, History, SkipDrafting
-from outrider.scheduling.policies import BY_COST, FixedPolicy, Policy, StepView, ThresholdPolicy
+from outrider.decoding.cost import SpsTable
+from outrider.decoding.gate import DraftGate, GateView, History, SkipDrafting
+from outrider.decoding.policies import BY_COST, FixedPolicy, Policy, StepView, ThresholdPolicy
 from outrider.utils.measure import machine, versions
 
 # Cliffs every 32 tokens: the search has something to search.

@@ -29,20 +29,20 @@ from outrider.checkpoints.checkpoint import load_drafter
 from outrider.checkpoints.published import shipped_drafter
 from outrider.data.chat import Chat
 from outrider.data.sources import load_prompts
+from outrider.decoding.batch import Request, StepBatch
+from outrider.decoding.cost import Profile
 from outrider.decoding.drafting import Drafting
+from outrider.decoding.engine import Engine
+from outrider.decoding.gate import History, SkipDrafting
 from outrider.decoding.request import RequestState, StopRules
+from outrider.decoding.scheduler import EngineConfig, Scheduler
 from outrider.drafters.base import Drafter
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.layers import CachedKeys
-from outrider.engine.batch import Request, StepBatch
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig, Scheduler
 from outrider.sampling import SamplingParams
-from outrider.scheduling.cost import Profile
-from outrider.scheduling.gate import History, SkipDrafting
+from outrider.target.fused import FusedDecoder
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.kernels import LayerKernels
-from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target, load_target
 from outrider.target.paged import PagedKV, RaggedStep
@@ -65,7 +65,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "target: set-up": [(RaggedStep, "__init__"), (StepBatch, "score")],
     "layers' kernels": [(LayerKernels, name) for name in ("forward", "before_attention", "after_attention")],
     "target: attention": [(RaggedStep, "attend")],
-    "target: the rest": [(LeanDecoder, "run"), (Target, "forward_ragged")],
+    "target: the rest": [(FusedDecoder, "run"), (Target, "forward_ragged")],
     "verify": [(StepBatch, "_target_rows"), (rounds, "verify")],
     "keep rows": [(PagedKV, "keep_paths"), (StepBatch, "close")],
     "commit, text": [(RequestState, "commit")],

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.drafters.dflash import DFlash, DraftLayer
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.layers import Attention, AttentionPattern, rope_table
-from outrider.target.lean import rotate
+from outrider.target.fused import rotate
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch
 from outrider.training.loss import inverse_ids

@@ -31,9 +31,9 @@ from rich.table import Table
 
 from outrider.api.model import load
 from outrider.cli.serve import build_server
+from outrider.decoding.batch import Request, StepBatch
 from outrider.decoding.request import StopRules, TextStream
-from outrider.engine.batch import Request, StepBatch
-from outrider.engine.scheduler import EngineConfig
+from outrider.decoding.scheduler import EngineConfig
 from outrider.sampling import SamplingParams
 from outrider.serving.inspector import trace_json
 from outrider.target.hub import EMBEDDED_ID

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.api.model import Model, Response, load
     from outrider.checkpoints.checkpoint import load_drafter
+    from outrider.decoding.engine import Engine
     from outrider.decoding.generate import generate, stream
     from outrider.decoding.request import StopRules
     from outrider.decoding.structured import GrammarCompiler, StructuredOutput
-    from outrider.engine.engine import Engine
     from outrider.sampling import SamplingParams
     from outrider.target.model import load_target
 

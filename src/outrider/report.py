@@ -36,20 +36,20 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from outrider.calibration.fit import Calibration, SweepPoint
 from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION
+from outrider.decoding.cost import Profile
 from outrider.evaluation import comparison as compared
 from outrider.evaluation import report as evaluated
+from outrider.evaluation.calibration.fit import Calibration, SweepPoint
 from outrider.evaluation.comparison import Comparison, figures_of, load_comparison
 from outrider.evaluation.draft_cost import DraftCosts, cost_cells, cost_title, load_costs
+from outrider.evaluation.loadtest import plots as loads
+from outrider.evaluation.loadtest.metrics import Frontier, speedups, table_rows
+from outrider.evaluation.loadtest.simulate import errors_of, load_validation, validation_rows
 from outrider.evaluation.model_card import calibration_rows, eval_command
 from outrider.evaluation.profile import PLAIN_WIDTH, break_even
 from outrider.evaluation.results import Results
 from outrider.evaluation.verdict import comparison_verdict, cost_verdict, drafter_verdict, load_verdict, pooled
-from outrider.loadtest import plots as loads
-from outrider.loadtest.metrics import Frontier, speedups, table_rows
-from outrider.loadtest.simulate import errors_of, load_validation, validation_rows
-from outrider.scheduling.cost import Profile
 from outrider.training.logging import Groups, plot_training, read_metrics
 from outrider.utils.documents import read_json, read_mapping
 from outrider.utils.files import file_sha256, invalid_fields

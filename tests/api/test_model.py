@@ -16,9 +16,9 @@ from outrider.api.drafter import DrafterChoice
 from outrider.data.chat import render
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
+from outrider.decoding.verification import TypicalAcceptance
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
-from outrider.verification import TypicalAcceptance
 from tests.toys.targets import toy_target
 from tests.toys.zlab import reference, saved
 

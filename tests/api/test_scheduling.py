@@ -15,19 +15,19 @@ import outrider.api.scheduling as scheduling
 from outrider.api.scheduling import BY_PROFILE, UNGATED, choose_scheduling
 from outrider.cli.serve import build_server
 from outrider.data.sources import TaskSettings
+from outrider.decoding.batch import Output
+from outrider.decoding.cost import Curve, LearnedCost
 from outrider.decoding.drafting import Drafting
+from outrider.decoding.engine import Engine
+from outrider.decoding.gate import AlwaysDraft, SkipDrafting
+from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, ThresholdPolicy
+from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft import TreeSize
 from outrider.drafters.ngram import HybridDrafter
-from outrider.engine.batch import Output
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.evaluation.evaluate import evaluate
 from outrider.evaluation.profile import MachineProfile, setting_of
 from outrider.sampling import SamplingParams
-from outrider.scheduling.cost import Curve, LearnedCost
-from outrider.scheduling.gate import AlwaysDraft, SkipDrafting
-from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, ThresholdPolicy
 from outrider.target.model import Target
 from tests.toys.profiles import cells_of, linear, profile_of
 from tests.toys.shipped import tasks_file

@@ -12,7 +12,7 @@ import pytest
 import outrider.backends.registry as registry
 from outrider.backends.base import ExternalEngine
 from outrider.checkpoints.checkpoint import save_drafter
-from outrider.loadtest.metrics import Journal
+from outrider.evaluation.loadtest.metrics import Journal
 from tests.toys.command_line import check_error, in_process
 from tests.toys.dialects import VD, made
 from tests.toys.fake_engine import executable

@@ -23,17 +23,17 @@ from outrider.backends.launch import free_port, launched
 from outrider.backends.openai import Endpoint, Part, ServerBackend, acceptance_between, parse_event, read_metrics
 from outrider.backends.registry import engine_of, server_of, servers
 from outrider.backends.transformers import HfDecoder, load_causal_lm
+from outrider.decoding.batch import Request
 from outrider.decoding.request import StopRules
-from outrider.engine.batch import Request
-from outrider.loadtest.engines import (
+from outrider.evaluation.loadtest.engines import (
     SequentialBackend,
     mlx_engine,
     running_servers,
     transformers_engine,
 )
-from outrider.loadtest.load import Ask, ClosedLoop, LoadConfig, WallClock, Window, run_load
-from outrider.loadtest.metrics import Journal, Sla, summarise
-from outrider.loadtest.sweep import Sweep, run_sweep
+from outrider.evaluation.loadtest.load import Ask, ClosedLoop, LoadConfig, WallClock, Window, run_load
+from outrider.evaluation.loadtest.metrics import Journal, Sla, summarise
+from outrider.evaluation.loadtest.sweep import Sweep, run_sweep
 from tests.toys import fake_engine
 from tests.toys.dialects import made
 from tests.toys.fake_engine import FakeEngine, response, serving

@@ -29,6 +29,7 @@ from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings
 from outrider.decoding.drafting import Drafting
 from outrider.decoding.generate import SingleRequest, acceptance, generate, stream
+from outrider.decoding.policies import FixedPolicy, ThresholdPolicy
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.dflash import FULL, SLIDING, DFlash, DFlashConfig
@@ -37,9 +38,8 @@ from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.drafters.ngram import NgramDrafter
 from outrider.evaluation.evaluate import decode_turns
-from outrider.loadtest.metrics import Frontier
+from outrider.evaluation.loadtest.metrics import Frontier
 from outrider.sampling import RandomSource, SamplingParams, SeededSource, SeenTokens, warp
-from outrider.scheduling.policies import FixedPolicy, ThresholdPolicy
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import Target, load_target
 from tests.proof.enumeration import exact_output_distribution, exact_target_distribution, max_deviation

@@ -12,11 +12,11 @@ import pytest
 
 from benchmarks.cells import Asks, Lane, Run, answer, compared, differing, kinds, prompts, ratios, report, simulate
 from outrider.data.sources import load_prompts
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
 from outrider.decoding.request import StopRules
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
-from outrider.loadtest.traces import Response, Traces
+from outrider.decoding.scheduler import EngineConfig
+from outrider.evaluation.loadtest.traces import Response, Traces
 from tests.toys.profiles import cells_of, linear, profile_of
 from tests.toys.targets import toy_target
 

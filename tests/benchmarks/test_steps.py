@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.steps import PARTS, fill, measured
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
-from outrider.scheduling.policies import FixedPolicy
+from outrider.decoding.engine import Engine
+from outrider.decoding.policies import FixedPolicy
+from outrider.decoding.scheduler import EngineConfig
 from tests.toys.engine import prompts, toy_drafter
 from tests.toys.targets import toy_target
 

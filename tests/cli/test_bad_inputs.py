@@ -17,9 +17,9 @@ import pytest
 import outrider.cli.main as main
 from outrider.checkpoints.checkpoint import add_metadata
 from outrider.evaluation.draft_cost import DraftCosts
-from outrider.loadtest.load import Traffic
-from outrider.loadtest.metrics import Frontier, Metrics, PointSummary
-from outrider.loadtest.traces import Response, Traces
+from outrider.evaluation.loadtest.load import Traffic
+from outrider.evaluation.loadtest.metrics import Frontier, Metrics, PointSummary
+from outrider.evaluation.loadtest.traces import Response, Traces
 from tests.toys.bad_inputs import Case, every_case
 from tests.toys.evaluations import results
 from tests.toys.profiles import cells_of, linear, profile_of

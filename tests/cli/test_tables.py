@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from outrider.calibration.fit import Calibration, ScalingError, SweepPoint
 from outrider.cli import bench
 from outrider.cli.calibrate import errors_table, print_tables, quality_table, sweep_table
+from outrider.decoding.cost import Profile
+from outrider.evaluation.calibration.fit import Calibration, ScalingError, SweepPoint
 from outrider.evaluation.comparison import Comparison, terminal
 from outrider.evaluation.draft_cost import cost_table, load_costs
+from outrider.evaluation.loadtest.metrics import Frontier
+from outrider.evaluation.loadtest.simulate import compare
+from outrider.evaluation.loadtest.sweep import side_by_side
 from outrider.evaluation.report import table
 from outrider.evaluation.results import Results
-from outrider.loadtest.metrics import Frontier
-from outrider.loadtest.simulate import compare
-from outrider.loadtest.sweep import side_by_side
-from outrider.scheduling.cost import Profile
 from tests.toys.command_line import Run
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results"

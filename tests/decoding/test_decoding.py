@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from outrider.decoding.generate import Chunk, generate, stream
+from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.sampling import SamplingParams
-from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.model import Target
 from tests.toys.oracle import GAMMA, Oracle
 from tests.toys.targets import randomise, toy_config, toy_target

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outrider.decoding.batch import Request
+from outrider.decoding.cost import Floats, Ints
 from outrider.decoding.drafting import Copies, Copy, Drafting, Turn
+from outrider.decoding.engine import Engine
+from outrider.decoding.gate import AlwaysDraft, GateView, History, SkipDrafting
 from outrider.decoding.generate import generate
+from outrider.decoding.policies import FixedPolicy, LookAhead, StepView
 from outrider.decoding.request import RequestState, StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import Drafter
 from outrider.drafters.language_model import StandaloneDrafter
 from outrider.drafters.ngram import HybridDrafter, Library, NgramConfig
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams
-from outrider.scheduling.cost import Floats, Ints
-from outrider.scheduling.gate import AlwaysDraft, GateView, History, SkipDrafting
-from outrider.scheduling.policies import FixedPolicy, LookAhead, StepView
 from outrider.target.model import Target
 from tests.proof.engine_cases import tiny_llama
 from tests.toys.engine import finish, prompts, toy_drafter

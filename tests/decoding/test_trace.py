@@ -7,19 +7,19 @@ from itertools import product
 import pytest
 import torch
 
-from outrider.decoding.round import RoundResult
-from outrider.decoding.trace import RoundTrace, _likeliest, path_rows, trace_round
-from outrider.drafters.draft import Draft, Siblings
-from outrider.drafters.heads import ChainHeads, ConfidenceScaling, SampledScaling
-from outrider.scheduling.cost import SpsTable
-from outrider.scheduling.policies import (
+from outrider.decoding.cost import SpsTable
+from outrider.decoding.policies import (
     BY_COST,
     FixedPolicy,
     Policy,
     StepView,
     ThresholdPolicy,
 )
-from outrider.verification import Verdict
+from outrider.decoding.round import RoundResult
+from outrider.decoding.trace import RoundTrace, _likeliest, path_rows, trace_round
+from outrider.decoding.verification import Verdict
+from outrider.drafters.draft import Draft, Siblings
+from outrider.drafters.heads import ChainHeads, ConfidenceScaling, SampledScaling
 
 LOGITS_NV = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().repeat(9, 1)
 TREE = Draft([1, 2, 1, 3, 2, 3], [-1, -1, 0, 0, 1, 2])

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from benchmarks.forward import tree_curve
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
 from outrider.decoding.generate import RoundStats, acceptance, generate
+from outrider.decoding.policies import FixedPolicy
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import draft_slots
 from outrider.drafters.draft import Draft
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import PositionNoise, SamplingParams
-from outrider.scheduling.policies import FixedPolicy
 from outrider.target.attention import Branches
 from outrider.target.model import Target
 from tests.toys.targets import TOY_DTYPES, toy_target

@@ -18,13 +18,13 @@ import outrider.cli.train as train
 import outrider.drafters.registry as catalogue
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.data.responses import read_responses
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.registry import Method
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.target.model import load_target
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.recipe import load_recipe

@@ -15,8 +15,11 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import DeepseekV4Model
 
 from outrider.checkpoints.checkpoint import load_checkpoint
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, DrafterWeights, DraftModule
 from outrider.drafters.deepseek_v4 import (
     ContextLatents,
@@ -28,9 +31,6 @@ from outrider.drafters.deepseek_v4 import (
     sinkhorn,
 )
 from outrider.drafters.layers import BlockLayout
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.batches import Schedule

@@ -16,8 +16,13 @@ from torch import Tensor
 from benchmarks.training import Setup
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.data.responses import Sample
+from outrider.decoding.batch import Request
+from outrider.decoding.cost import SpsTable
+from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
+from outrider.decoding.policies import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCalibration, DraftCall, DrafterWeights
 from outrider.drafters.chain import sample_rows
 from outrider.drafters.dflash import DFlash
@@ -30,12 +35,7 @@ from outrider.drafters.dflash2 import (
 )
 from outrider.drafters.draft import Draft
 from outrider.drafters.heads import CertaintyEstimator, ChainHeads, ConfidenceScaling
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
-from outrider.scheduling.cost import SpsTable
-from outrider.scheduling.policies import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
 from outrider.training.dataset import choose_draft_ids

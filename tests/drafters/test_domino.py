@@ -15,17 +15,17 @@ from dflash.model import DFlashDraftModel
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.calibration.collect import FeatureRecorder
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCalibration, DraftCall, DrafterWeights
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.domino import Domino, DominoConfig, PrefixHead, PrefixState
 from outrider.drafters.heads import ConfidenceScaling
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
+from outrider.evaluation.calibration.collect import FeatureRecorder
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.batches import Schedule

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import outrider.drafters.trees as drawn_module
 from outrider.decoding.generate import generate
+from outrider.decoding.policies import FixedPolicy
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.draft import Draft, draw_siblings
@@ -21,7 +22,6 @@ from outrider.drafters.hydra import Hydra, HydraConfig, HydraDrafter
 from outrider.drafters.medusa import Medusa, MedusaDrafter, StaticTreeDrafter
 from outrider.drafters.trees import CandidateTree, Level
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeededSource, SeenTokens
-from outrider.scheduling.policies import FixedPolicy
 from tests.proof.cases import TOLERANCE, VISIBLE, WARPS, deviation
 from tests.proof.enumeration import DraftTree, Tokens
 from tests.proof.toys import ToyRequest, ToyTarget

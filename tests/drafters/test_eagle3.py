@@ -11,13 +11,13 @@ from torch import Tensor
 
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import generate
+from outrider.decoding.policies import ThresholdPolicy
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCalibration, DrafterWeights
 from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, eagle_aux_layers
 from outrider.drafters.heads import CertaintyEstimator, ConfidenceScaling
 from outrider.sampling import SamplingParams
-from outrider.scheduling.policies import ThresholdPolicy
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.recipe import load_recipe
 from tests.toys.alignment import build, check_alignment

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.decoding.batch import Request
 from outrider.decoding.drafting import Drafting
+from outrider.decoding.engine import Engine
 from outrider.decoding.generate import SingleRequest, generate
+from outrider.decoding.policies import FixedPolicy
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
+from outrider.decoding.verification import verify
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams
-from outrider.scheduling.policies import FixedPolicy
 from outrider.target.model import Target
-from outrider.verification import verify
 from tests.proof.enumeration import enumerate_traces
 from tests.toys.eagle3 import call_of, make_drafter
 from tests.toys.eagle_reference import EagleReference

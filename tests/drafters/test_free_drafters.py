@@ -17,18 +17,18 @@ from torch import Tensor
 from outrider.api.drafter import DrafterChoice, choose_drafter, require_directory, require_drafter
 from outrider.data.chat import render
 from outrider.data.sources import load_prompts
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate, stream
+from outrider.decoding.policies import FixedPolicy, ThresholdPolicy
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft
 from outrider.drafters.language_model import GrowingKV, StandaloneDrafter
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeenTokens, warp
-from outrider.scheduling.policies import FixedPolicy, ThresholdPolicy
 from outrider.target.model import Target
 from outrider.target.paged import Span
 from outrider.utils.packaged import PACKAGE

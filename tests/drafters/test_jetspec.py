@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
+from outrider.decoding.batch import Request
 from outrider.decoding.drafting import Drafting
+from outrider.decoding.engine import Engine
 from outrider.decoding.generate import SingleRequest, generate
+from outrider.decoding.policies import FixedPolicy
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
+from outrider.decoding.verification import verify
 from outrider.drafters.base import DrafterWeights, draft_slots
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.draft import TreeSize
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.jetspec import JetSpec, JetSpecConfig
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams
-from outrider.scheduling.policies import FixedPolicy
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.loss import BlockObjective
 from outrider.training.recipe import ObjectiveConfig
-from outrider.verification import verify
 from tests.proof.enumeration import enumerate_traces
 from tests.toys.alignment import build, check_alignment
 from tests.toys.eagle3 import call_of

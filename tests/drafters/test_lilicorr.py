@@ -14,18 +14,18 @@ from torch import Tensor
 
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.data.responses import Sample
+from outrider.decoding.batch import Request
+from outrider.decoding.cost import SpsTable
+from outrider.decoding.engine import Engine
+from outrider.decoding.gate import SkipDrafting
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
 from outrider.drafters.dflash2 import ConvolvedLayer
 from outrider.drafters.lilicorr import LatticeHead, LatticeRows, LiLiCorr, LiLiCorrConfig, LiLiCorrDrafter
 from outrider.drafters.ngram import HybridDrafter, NgramConfig
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
-from outrider.scheduling.cost import SpsTable
-from outrider.scheduling.gate import SkipDrafting
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
 from outrider.training.dataset import choose_draft_ids

@@ -20,7 +20,7 @@ from outrider.checkpoints.checkpoint import Checkpoint
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Drafter
-from outrider.loadtest.load import mixed_prompts
+from outrider.evaluation.loadtest.load import mixed_prompts
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.utils.packaged import PACKAGE

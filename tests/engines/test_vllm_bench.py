@@ -24,7 +24,7 @@ from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.cli.checkpoints import export_command
 from outrider.data.chat import render
 from outrider.data.sources import load_prompts
-from outrider.loadtest.metrics import Journal
+from outrider.evaluation.loadtest.metrics import Journal
 from outrider.target.model import Target
 from tests.engines.engine import ENVIRONMENT
 from tests.toys.processes import wait_until_gone

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import outrider.evaluation.profile as module
+from outrider.decoding.cost import Curve, Profile
 from outrider.drafters.base import Drafter
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.evaluation.profile import QUICK, ProfileConfig, grid, machine_profile, profile_path, setting_of
-from outrider.scheduling.cost import Curve, Profile
 from outrider.target.model import Target
 from tests.toys.profiles import cells_of, linear, profile_of
 from tests.toys.targets import TOY_CONFIGS, random_target, toy_target

@@ -18,12 +18,12 @@ import outrider.checkpoints.published as shipped_module
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint, read_metadata, save_drafter
 from outrider.checkpoints.published import shipped_drafter
 from outrider.decoding.generate import Chunk
+from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.heads import ConfidenceScaling, SampledScaling
 from outrider.evaluation.model_card import _taken, model_card
 from outrider.evaluation.results import DrafterInfo, Results
-from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.hub import EMBEDDED_ID, canonical_id
 from tests.toys.command_line import Run, check_error
 from tests.toys.dialects import released_medusa

@@ -16,20 +16,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine, default_config
 from outrider.decoding.generate import generate, stream
+from outrider.decoding.policies import ThresholdPolicy
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.structured import Grammar
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine, default_config
-from outrider.engine.scheduler import EngineConfig
-from outrider.loadtest.load import Traffic
-from outrider.loadtest.traces import record
+from outrider.evaluation.loadtest.load import Traffic
+from outrider.evaluation.loadtest.traces import record
 from outrider.sampling import SamplingParams
-from outrider.scheduling.policies import ThresholdPolicy
 from outrider.target.graphs import StepGraphs
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target

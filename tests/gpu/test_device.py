@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
+from outrider.decoding.engine import Engine
+from outrider.decoding.scheduler import EngineConfig
 from outrider.sampling import SamplingParams, SeededSource, choose_rows
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
@@ -62,7 +62,7 @@ def test_launches_of_a_round_of_36_layers(drafted: bool) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
 def test_greedy_text_is_that_of_the_cpu(family: str) -> None:
-    from outrider.engine.batch import Request
+    from outrider.decoding.batch import Request
 
     found = []
     for where in ("cpu", "cuda"):

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import outrider.drafters.layers as layers
 import outrider.training.loss as loss
 import outrider.training.parallel as parallel
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark, DSparkConfig
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from tests.gpu.simulated import SimulatedDevice

@@ -36,7 +36,7 @@ KILLED, TIMEOUT, SURVIVED, INVALID = "killed", "timeout", "survived", "invalid"
 # Folders under tests/ that are run where the named tests pass, by the first part of the mutant's file.
 FOLDERS = {
     "sampling.py": ("sampling", "verification", "decoding", "proof"),
-    "verification.py": ("verification", "decoding", "proof"),
+    "decoding/verification.py": ("verification", "decoding", "proof"),
     "decoding": ("decoding", "engine", "proof"),
     "engine": ("engine", "decoding", "proof"),
     "scheduling": ("scheduling", "engine", "proof"),
@@ -65,7 +65,7 @@ AREAS = {
     "utils": "training objective and data",
     "data": "training objective and data",
     "sampling.py": "sampling",
-    "verification.py": "verification",
+    "decoding/verification.py": "verification",
     "decoding": "decoding",
     "engine": "engine",
     "scheduling": "scheduling",

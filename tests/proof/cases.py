@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.decoding.cost import Floats, Ints, SpsTable, StepCost
+from outrider.decoding.gate import DraftGate, GateView
+from outrider.decoding.policies import BY_COST, FixedPolicy, Policy, PrefixScheduler, StepView, ThresholdPolicy
 from outrider.sampling import SamplingParams
-from outrider.scheduling.cost import Floats, Ints, SpsTable, StepCost
-from outrider.scheduling.gate import DraftGate, GateView
-from outrider.scheduling.policies import BY_COST, FixedPolicy, Policy, PrefixScheduler, StepView, ThresholdPolicy
 from tests.proof.enumeration import (
     RequestFactory,
     Tokens,

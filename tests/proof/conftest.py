@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import outrider.scheduling.gate as gate_module
+import outrider.decoding.gate as gate_module
 
 
 @pytest.fixture(autouse=True)

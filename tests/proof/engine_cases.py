@@ -21,8 +21,13 @@ from llguidance._tokenizer import TokenizerWrapper
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
+from outrider.decoding.gate import DraftGate
 from outrider.decoding.generate import stream
+from outrider.decoding.policies import FixedPolicy, Policy
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.structured import Grammar
 from outrider.drafters.base import DraftCall, Drafter, WrappedDrafter
 from outrider.drafters.draft import Draft, rerank
@@ -30,12 +35,7 @@ from outrider.drafters.heads import ChainHeads
 from outrider.drafters.language_model import StandaloneDrafter
 from outrider.drafters.ngram import HybridDrafter, Library, NgramConfig
 from outrider.drafters.trees import CandidateTree, draw_trees
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams, SeenTokens, warp
-from outrider.scheduling.gate import DraftGate
-from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.target.model import Target
 from tests.proof.enumeration import (
     Distribution,

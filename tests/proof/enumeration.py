@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.decoding.gate import DraftGate, History
+from outrider.decoding.policies import Policy, StepView
 from outrider.decoding.round import run_round
+from outrider.decoding.verification import TargetRows, TypicalAcceptance
 from outrider.drafters.draft import Draft
 from outrider.sampling import PositionNoise, Randomness, RandomSource
-from outrider.scheduling.gate import DraftGate, History
-from outrider.scheduling.policies import Policy, StepView
-from outrider.verification import TargetRows, TypicalAcceptance
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]

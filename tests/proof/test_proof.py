@@ -12,17 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import outrider.decoding.beliefs as beliefs_module
+import outrider.decoding.policies as lookahead_module
 import outrider.decoding.round as round_module
-import outrider.scheduling.beliefs as beliefs_module
-import outrider.scheduling.policies as lookahead_module
-import outrider.verification as chain_module
+import outrider.decoding.verification as chain_module
 import tests.proof.enumeration as enumeration_module
-from outrider.decoding.round import RoundResult
-from outrider.drafters.draft import Draft
-from outrider.sampling import RandomSource, SamplingParams, residual, warp
-from outrider.scheduling.cost import Floats, Ints, SpsTable
-from outrider.scheduling.gate import DraftGate, History, SkipDrafting
-from outrider.scheduling.policies import (
+from outrider.decoding.cost import Floats, Ints, SpsTable
+from outrider.decoding.gate import DraftGate, History, SkipDrafting
+from outrider.decoding.policies import (
     BY_COST,
     AsyncScheduler,
     CausalPolicy,
@@ -36,7 +33,10 @@ from outrider.scheduling.policies import (
     gains,
     step_seconds,
 )
-from outrider.verification import TargetRows, Verdict, verify
+from outrider.decoding.round import RoundResult
+from outrider.decoding.verification import TargetRows, Verdict, verify
+from outrider.drafters.draft import Draft
+from outrider.sampling import RandomSource, SamplingParams, residual, warp
 from tests.proof.cases import (
     BY_NAME,
     HEADS,

@@ -14,20 +14,16 @@ import numpy as np
 import pytest
 import torch
 
+import outrider.decoding.beliefs as beliefs_module
+import outrider.decoding.cost as cost_module
+import outrider.decoding.engine as engine_module
 import outrider.decoding.generate as generate_module
-import outrider.engine.engine as engine_module
-import outrider.scheduling.beliefs as beliefs_module
-import outrider.scheduling.cost as cost_module
+from outrider.decoding.batch import StepBatch
+from outrider.decoding.cost import Ints, LearnedCost, SpsTable
+from outrider.decoding.engine import Engine
+from outrider.decoding.gate import AlwaysDraft, GateView, SkipDrafting
 from outrider.decoding.generate import SingleRequest
-from outrider.decoding.request import RequestState
-from outrider.drafters.draft import Draft
-from outrider.engine.batch import StepBatch
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
-from outrider.sampling import SeenTokens
-from outrider.scheduling.cost import Ints, LearnedCost, SpsTable
-from outrider.scheduling.gate import AlwaysDraft, GateView, SkipDrafting
-from outrider.scheduling.policies import (
+from outrider.decoding.policies import (
     CostPolicy,
     FixedPolicy,
     LookAhead,
@@ -36,6 +32,10 @@ from outrider.scheduling.policies import (
     StepView,
     ThresholdPolicy,
 )
+from outrider.decoding.request import RequestState
+from outrider.decoding.scheduler import EngineConfig
+from outrider.drafters.draft import Draft
+from outrider.sampling import SeenTokens
 from outrider.target.cache import KVCache
 from outrider.target.paged import PagedKV
 from tests.proof.cases import BY_NAME, TABLES, VISIBLE, DraftsCost, Watched, WatchedGate

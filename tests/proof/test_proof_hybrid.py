@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import outrider.decoding.drafting as drafting_module
+import outrider.decoding.engine as engine_module
+import outrider.decoding.gate as gate_module
 import outrider.decoding.generate as generate_module
-import outrider.engine.engine as engine_module
-import outrider.scheduling.gate as gate_module
+from outrider.decoding.cost import Ints
 from outrider.decoding.drafting import Copy, Drafting, Turn
+from outrider.decoding.gate import AlwaysDraft, GateView, Patience, SkipDrafting
+from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
 from outrider.drafters.draft import Draft, Siblings
-from outrider.scheduling.cost import Ints
-from outrider.scheduling.gate import AlwaysDraft, GateView, Patience, SkipDrafting
-from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
 from tests.proof.cases import BY_NAME, TABLES, VISIBLE, DraftsCost
 from tests.proof.engine_cases import TIGHT, Case, Tally
 

@@ -18,13 +18,13 @@ from torch import Tensor
 import outrider.decoding.drafting as drafting_module
 import outrider.drafters.chain as chain_module
 import tests.proof.toys as toys_module
+from outrider.decoding.cost import Floats, Ints
+from outrider.decoding.gate import SkipDrafting
+from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
 from outrider.decoding.structured import GrammarState
 from outrider.drafters.base import DraftCall
 from outrider.drafters.draft import Draft, allowed_part
 from outrider.sampling import Constraint, SamplingParams
-from outrider.scheduling.cost import Floats, Ints
-from outrider.scheduling.gate import SkipDrafting
-from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
 from tests.proof.cases import HEADS, POLICIES, TABLES, VISIBLE, WARPS, DraftsCost, deviation, requests_of
 from tests.proof.engine_cases import TIGHT, Case, Tally, TinyLanguage
 from tests.proof.enumeration import Tokens

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import outrider.decoding.round as round_module
-import outrider.verification as tree_module
+import outrider.decoding.verification as tree_module
+from outrider.decoding.cost import SpsTable
+from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler
+from outrider.decoding.verification import TargetRows, Verdict, verify
 from outrider.drafters.draft import Draft, Siblings, conditional_confidences, draw_siblings, rerank
 from outrider.sampling import RandomSource, residual
-from outrider.scheduling.cost import SpsTable
-from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler
-from outrider.verification import TargetRows, Verdict, verify
 from tests.proof.cases import POLICIES, TOLERANCE, VISIBLE, WARPS, requests_of
 from tests.proof.enumeration import EnumeratedBatch, EnumeratingSource, enumerate_traces
 from tests.proof.toys import ForgetfulRequest, ToyRequest, ToyTarget
@@ -181,7 +181,7 @@ def test_mutation_duplicates_reported_as_drawn_without_replacement(monkeypatch: 
     assert off(toy(WARPS["plain"], (-1, -1), KINDS["replaced"]), request_type=Mistaken) > VISIBLE
 
 
-class Undrawn(ToyRequest):
+class PendingVerdict(ToyRequest):
     """Drawn, reported as chosen."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -190,7 +190,7 @@ class Undrawn(ToyRequest):
 
 def test_drawn_nodes_judged_as_chosen_are_lossless_but_worse() -> None:
     """Given the draw, accepting with p_t(x) is exact for any x: the price is acceptance, not the distribution."""
-    assert off(toy(WARPS["plain"], (-1, -1, 0)), request_type=Undrawn) <= TOLERANCE
+    assert off(toy(WARPS["plain"], (-1, -1, 0)), request_type=PendingVerdict) <= TOLERANCE
 
 
 def with_order(monkeypatch: pytest.MonkeyPatch, key: Callable[[Tensor, int], float]) -> None:

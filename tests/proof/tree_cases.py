@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from outrider.decoding.policies import FixedPolicy, Policy
 from outrider.sampling import SamplingParams
-from outrider.scheduling.policies import FixedPolicy, Policy
 from tests.proof.cases import deviation, requests_of
 from tests.proof.enumeration import Tokens
 from tests.proof.toys import Kind, ToyRequest, ToyTarget, ToyTreeDrafter

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import outrider
-from outrider.calibration.fit import Calibration, Rounds, calibrate
 from outrider.data.sources import TaskSettings
+from outrider.evaluation.calibration.fit import Calibration, Rounds, calibrate
 from outrider.evaluation.report import speedups
 from outrider.evaluation.results import Results
 from outrider.evaluation.verdict import pooled

@@ -15,8 +15,8 @@ import pytest
 
 import outrider
 from outrider.api.model import Model
-from outrider.engine.batch import Output
-from outrider.engine.scheduler import EngineConfig
+from outrider.decoding.batch import Output
+from outrider.decoding.scheduler import EngineConfig
 from outrider.serving.app import Limits
 from tests.toys.serving import Served, serving, wait_for
 

@@ -25,10 +25,10 @@ import outrider.cli.serve as serve
 import outrider.serving.connection as connection
 from outrider.api.model import Model
 from outrider.backends.launch import free_port
-from outrider.engine.batch import Output
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
-from outrider.loadtest.metrics import Journal
+from outrider.decoding.batch import Output
+from outrider.decoding.engine import Engine
+from outrider.decoding.scheduler import EngineConfig
+from outrider.evaluation.loadtest.metrics import Journal
 from outrider.serving.app import Limits
 from outrider.serving.metrics import ServerMetrics
 from outrider.serving.tools import Format, ToolCall, ToolCallParser, format_of

@@ -9,9 +9,9 @@ import pytest
 
 import outrider
 import outrider.api.scheduling as scheduling
+from outrider.decoding.gate import SkipDrafting
+from outrider.decoding.policies import FixedPolicy, LookAhead
 from outrider.evaluation.profile import machine_profile
-from outrider.scheduling.gate import SkipDrafting
-from outrider.scheduling.policies import FixedPolicy, LookAhead
 from outrider.target.hub import EMBEDDED_ID
 from outrider.utils.files import cache_dir
 from tests.toys.command_line import Run

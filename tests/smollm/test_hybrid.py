@@ -7,11 +7,11 @@ import pytest
 from outrider.api.drafter import choose_drafter
 from outrider.data.chat import render
 from outrider.data.sources import load_prompts
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
+from outrider.decoding.scheduler import EngineConfig
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.forward import forward_curve, plain_against_transformers
-from outrider.calibration.collect import target_texts
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.checkpoints.published import shipped_drafter
 from outrider.data.chat import render
 from outrider.data.responses import Sample
 from outrider.data.sources import TaskSettings, load_prompts
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.dspark import DSpark, DSparkConfig
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
+from outrider.evaluation.calibration.collect import target_texts
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import Randomness, SamplingParams, SeededSource
 from outrider.target.model import Target

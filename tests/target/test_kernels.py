@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from outrider.target import kernels
 from outrider.target.attention import Branches
+from outrider.target.fused import Operators
 from outrider.target.kernels import (
     MOST_ROWS,
     Cache,
@@ -26,7 +27,6 @@ from outrider.target.kernels import (
     kernels_available,
     rms_norm,
 )
-from outrider.target.lean import Operators
 from outrider.target.linear import Float32Rows, PackedLinear
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class Case:
         self.starts = [sum(self.rows[:i]) for i in range(len(requests))]
         total = len(requests) * SLOTS
         self.keys, self.values = (torch.randn(K, total, E, generator=generator) for _ in range(2))
-        # Between the rows of q lie those of other projections, as in the lean forward.
+        # Between the rows of q lie those of other projections, as in the fused forward.
         self.q = torch.randn(1, sum(self.rows), K * G + 2, E, generator=generator)[:, :, : K * G].transpose(1, 2)
         self.blocks = [
             [block + i * SLOTS // BLOCK for block in blocks_of(i, past + rows)]

@@ -44,11 +44,11 @@ def test_the_lean_path_packs_to_the_last_bit(family: str, dtype: torch.dtype) ->
 def test_a_gap_in_the_packing_is_seen_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutations of the packed forward: positions that run on, and a cut one token late."""
     target = toy_target("llama")
-    assert target._lean is not None
-    true_forward = target._lean.forward_packed
+    assert target._fused is not None
+    true_forward = target._fused.forward_packed
     shifted = (LENGTHS[0] + 1, LENGTHS[1] - 1, *LENGTHS[2:])
     monkeypatch.setattr(
-        target._lean, "forward_packed", lambda tokens, lengths, aux_layers: true_forward(tokens, shifted, aux_layers)
+        target._fused, "forward_packed", lambda tokens, lengths, aux_layers: true_forward(tokens, shifted, aux_layers)
     )
     assert largest_difference(target, target.prefill_packed(documents(), DOCUMENT_AUX_LAYERS)) > 0.05
     monkeypatch.undo()

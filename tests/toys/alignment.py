@@ -16,17 +16,17 @@ from torch import Tensor
 from outrider.data.responses import Sample
 from outrider.decoding.drafting import Drafting
 from outrider.decoding.generate import SingleRequest
+from outrider.decoding.policies import FixedPolicy
 from outrider.decoding.request import StopRules
 from outrider.decoding.round import RoundResult
+from outrider.decoding.verification import Verdict
 from outrider.drafters.base import Drafter, DrafterWeights, DraftModule
 from outrider.sampling import PositionNoise, SamplingParams
-from outrider.scheduling.policies import FixedPolicy
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, build_batch
 from outrider.training.features import FeatureSource
 from outrider.training.loss import BlockObjective, scatter
 from outrider.training.recipe import ObjectiveConfig
-from outrider.verification import Verdict
 from tests.toys.oracle import row_of
 
 

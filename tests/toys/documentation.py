@@ -19,8 +19,10 @@ MEASUREMENTS = ROOT / "docs" / "results.md"  # whose commands take minutes to ho
 
 # Files whose tests run a verb, on toy targets unless they are of the real SmolLM2 or of an engine.
 RUN_BY = {
-    "bench": ["loadtest/test_bench.py", "loadtest/test_bench_engines.py", "loadtest/test_sampled.py",
-              "loadtest/test_several_drafters.py", "backends/test_add_an_engine.py", "engines/test_vllm_bench.py",
+    "bench": ["evaluation/loadtest/test_bench.py", "evaluation/loadtest/test_bench_engines.py",
+              "evaluation/loadtest/test_sampled.py",
+              "evaluation/loadtest/test_several_drafters.py", "backends/test_add_an_engine.py",
+              "engines/test_vllm_bench.py",
               "engines/test_llama_cpp.py", "serving/test_toy_server.py"],
     "bench-drafters": ["evaluation/test_compare.py"],
     "bench-table": ["cli/test_tables.py"],
@@ -44,7 +46,7 @@ RUN_BY = {
     "report": ["report/test_report.py"],
     "runs": ["cli/test_runs.py"],
     "serve": ["serving/test_other_engines.py", "report/test_report.py"],
-    "simulate": ["loadtest/test_simulate.py"],
+    "simulate": ["evaluation/loadtest/test_simulate.py"],
     "train": ["training/test_train_cli.py", "training/test_estimate.py"],
 }  # fmt: skip
 

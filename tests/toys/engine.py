@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
+from outrider.decoding.scheduler import StepPlan
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark, DSparkConfig
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import StepPlan
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.target.model import Target
 from tests.toys.targets import randomise, toy_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from outrider.scheduling.cost import Additive, Cell, Curve, Profile, Setting
+from outrider.decoding.cost import Additive, Cell, Curve, Profile, Setting
 
 SETTING = Setting(target="t (5 x 32)", dtype="float32", processor="a CPU", threads=2, drafter="d")
 Shape = tuple[int, int, int]

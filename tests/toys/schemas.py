@@ -13,12 +13,12 @@ import jsonschema
 import torch
 from torch import Tensor
 
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.structured import Grammar, GrammarCompiler, StructuredOutput
 from outrider.drafters.base import Drafter
-from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.evaluation.evaluate import compare_by
 from outrider.sampling import SamplingParams, constrained
 from outrider.target.model import Target

@@ -17,8 +17,8 @@ import uvicorn
 import outrider.api.scheduling as scheduling
 from outrider.api.model import Model
 from outrider.cli.serve import build_server
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
+from outrider.decoding.engine import Engine
+from outrider.decoding.scheduler import EngineConfig
 from outrider.serving.app import Limits, Server
 from outrider.serving.connection import http_server
 

@@ -1,4 +1,4 @@
-"""What two ranks do in tests/loadtest/test_bench_engines.py.
+"""What two ranks do in tests/evaluation/loadtest/test_bench_engines.py.
 
     torchrun --nproc-per-node 2 tests/toys/share_worker.py TOY OUT
 
@@ -19,11 +19,11 @@ from outrider.backends.transformers import load_causal_lm
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.data.sources import TaskSettings
 from outrider.evaluation.evaluate import evaluate
+from outrider.evaluation.loadtest.engines import MeasuredEngine, compare_asked, transformers_engine
+from outrider.evaluation.loadtest.load import mixed_prompts
+from outrider.evaluation.loadtest.metrics import Journal, Sla
+from outrider.evaluation.loadtest.sweep import Sweep, Workload, run_workload
 from outrider.evaluation.results import DrafterInfo
-from outrider.loadtest.engines import MeasuredEngine, compare_asked, transformers_engine
-from outrider.loadtest.load import mixed_prompts
-from outrider.loadtest.metrics import Journal, Sla
-from outrider.loadtest.sweep import Sweep, Workload, run_workload
 from outrider.target.model import load_target
 from outrider.utils.distributed import Ranks, join
 from tests.toys.tokenizer import byte_tokenizer

@@ -172,7 +172,7 @@ def test_a_state_goes_on_at_another_world_size(two: Path, one: Callable[[str], P
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> Target:
     """The toy target on transformers' own forward, which sharded layers take."""
-    monkeypatch.setattr(Target, "_lean_shaped", lambda self: False)
+    monkeypatch.setattr(Target, "_fusable", lambda self: False)
     return toy_target()
 
 

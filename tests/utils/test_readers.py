@@ -27,8 +27,8 @@ from outrider.cli.runs import find_runs
 from outrider.data.conversations import parse_row
 from outrider.data.responses import read_responses
 from outrider.evaluation.draft_cost import load_costs
+from outrider.evaluation.loadtest.simulate import load_machine
 from outrider.evaluation.results import Results, TrainingInfo
-from outrider.loadtest.simulate import load_machine
 from outrider.training.recipe import load_recipe
 from outrider.utils.documents import parse_json, parse_yaml
 from outrider.utils.files import cache_dir

@@ -38,23 +38,23 @@ from outrider.api.drafter import (
 from outrider.api.scheduling import Scheduling, choose_scheduling, given
 from outrider.data.chat import render
 from outrider.data.conversations import Message
-from outrider.decoding.drafting import Experience
+from outrider.decoding.batch import Output, Request
+from outrider.decoding.drafting import SchedulerState
+from outrider.decoding.engine import Engine, config_for
+from outrider.decoding.gate import DraftGate
 from outrider.decoding.generate import Chunk, stream
+from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.decoding.request import FinishReason, StopRules
 from outrider.decoding.structured import GrammarCompiler, StructuredOutput
 from outrider.decoding.trace import RoundTrace
+from outrider.decoding.verification import TypicalAcceptance
 from outrider.drafters.base import draft_slots
 from outrider.drafters.draft import TreeSize
 from outrider.drafters.ngram import Library
-from outrider.engine.batch import Output, Request
-from outrider.engine.engine import Engine, config_for
 from outrider.sampling import SamplingParams
-from outrider.scheduling.gate import DraftGate
-from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.model import DecodingTarget, Target, load_target
 from outrider.target.paged import check_pageable
 from outrider.utils.measure import default_dtype
-from outrider.verification import TypicalAcceptance
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
@@ -124,7 +124,7 @@ class Model:
         return choose_scheduling(self.target, self.drafter, self.say)
 
     @cached_property
-    def _experience(self) -> list[tuple[int, Experience]]:
+    def _experience(self) -> list[tuple[int, SchedulerState]]:
         """What requests have taught so far, for the next one, and how many they were.
 
         Empty before the first, and while one is under way.
@@ -132,7 +132,7 @@ class Model:
         return []
 
     @contextmanager
-    def _experienced(self, requests: Sequence[Request], chosen: Scheduling) -> Iterator[Experience | None]:
+    def _experienced(self, requests: Sequence[Request], chosen: Scheduling) -> Iterator[SchedulerState | None]:
         """What earlier requests taught, to be used and added to.
 
         None where a seed has to give the same tokens again, and where costs do not decide: what is learned under a
@@ -144,7 +144,7 @@ class Model:
         try:
             earlier, experience = self._experience.pop()
         except IndexError:  # the first request, or one beside another
-            earlier, experience = 0, Experience.of(None if self.drafter is None else self.drafter.drafter)
+            earlier, experience = 0, SchedulerState.of(None if self.drafter is None else self.drafter.drafter)
         try:
             yield experience
         finally:  # a request that ran beside this one may have put back what fewer or more have taught

@@ -20,10 +20,10 @@ import numpy as np
 
 from outrider.api.drafter import OpenedDrafter
 from outrider.backends.local import SKIP, build_variant
+from outrider.decoding.gate import DraftGate
+from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.drafters.base import Drafter
 from outrider.evaluation.profile import MachineProfile, machine_profile
-from outrider.scheduling.gate import DraftGate
-from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.model import DecodingTarget, Target
 
 UNGATED = "look-ahead"

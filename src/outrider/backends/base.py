@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from outrider.checkpoints.dialects.base import Dialect, ExportedCheckpoint, TargetFacts
 from outrider.checkpoints.dialects.deepspec import widened
+from outrider.decoding.batch import Output, Request, StepRecord
 from outrider.drafters.base import DrafterWeights
-from outrider.engine.batch import Output, Request, StepRecord
 
 
 @dataclass(frozen=True)

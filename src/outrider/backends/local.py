@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from outrider.decoding.cost import LearnedCost, StepCost
+from outrider.decoding.engine import Engine
+from outrider.decoding.gate import AlwaysDraft, DraftGate, SkipDrafting
+from outrider.decoding.policies import BY_COST, FixedPolicy, Policy, ThresholdPolicy
+from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, Drafter, WrappedDrafter, draft_slots
 from outrider.drafters.draft import Draft
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
-from outrider.scheduling.cost import LearnedCost, StepCost
-from outrider.scheduling.gate import AlwaysDraft, DraftGate, SkipDrafting
-from outrider.scheduling.policies import BY_COST, FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.model import Target
 
 NO_SPECULATION = "none"

@@ -184,7 +184,7 @@ def write_confidence_sts(
     """Write the calibration file.
 
     Args:
-        offsets: must all be 0; fit temperatures alone for this file (calibration/fit.py).
+        offsets: must all be 0; fit temperatures alone for this file (evaluation/calibration/fit.py).
         ece_before: of the raw survival per position; `ece_after` with these temperatures.
 
     Raises:

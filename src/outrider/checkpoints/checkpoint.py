@@ -3,8 +3,7 @@
     DIR/config.json         in one of the dialects of checkpoints/dialects/
     DIR/model.safetensors   the drafter's weights; `d2t` [Vd] (target id = i + d2t[i]) when the vocabulary is reduced
     DIR/outrider.json       our training metadata: recipe, target, steps, versions, held-out metrics; later
-                            `calibration` (calibration/collect.py), `candidates` (calibration/candidates.py) and
-                            `recommended`
+                            `calibration` and `candidates` (evaluation/calibration/) and `recommended`
     DIR/README.md           a model card, where one was given
 
 Embedding and LM head are the target's and are not stored twice; drafters of other makers may bring their own. Any
@@ -266,7 +265,7 @@ class _Estimator(BaseModel):
 
 
 class _Calibration(BaseModel):
-    """What serving reads of `calibration`; the rest is a report (calibration/fit.py)."""
+    """What serving reads of `calibration`; the rest is a report (evaluation/calibration/fit.py)."""
 
     temperatures: list[Number]
     offsets: list[Number]
@@ -297,7 +296,7 @@ class _SampledCalibration(_Calibration):
 
 
 class _Candidates(BaseModel):
-    """What serving reads of `candidates`; the rest is a report (calibration/candidates.py)."""
+    """What serving reads of `candidates`; the rest is a report (evaluation/calibration/candidates.py)."""
 
     accuracy: list[list[Number]]
 

@@ -1,6 +1,6 @@
 """`outrider bench` (load on an engine), `bench-table` (several engines in one table) and `simulate` (a predicted load).
 
-`bench --backend` names the engine, and with it the variants (loadtest/engines.py):
+`bench --backend` names the engine, and with it the variants (evaluation/loadtest/engines.py):
 
 local                          our engine; variants as in backends/local.py
 transformers                   none, prompt-lookup; assisted where --assistant names a model
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from outrider.backends.base import ExternalEngine
     from outrider.backends.local import NamedDrafter
     from outrider.backends.openai import Endpoint
-    from outrider.loadtest.engines import MeasuredEngine
-    from outrider.loadtest.load import Traffic
-    from outrider.loadtest.metrics import Frontier, Gain, PointSummary
-    from outrider.loadtest.simulate import Cluster, Comparison, Routing
-    from outrider.loadtest.traces import Traces
+    from outrider.evaluation.loadtest.engines import MeasuredEngine
+    from outrider.evaluation.loadtest.load import Traffic
+    from outrider.evaluation.loadtest.metrics import Frontier, Gain, PointSummary
+    from outrider.evaluation.loadtest.simulate import Cluster, Comparison, Routing
+    from outrider.evaluation.loadtest.traces import Traces
     from outrider.target.model import Target
 
 LOAD, SERVER, RECORD, PREDICT, MACHINE = "Load", opt.ENGINES, "Record", "Predict", "Machine"
@@ -88,7 +88,7 @@ def report(frontier: Frontier, out: Path, console: Console, exact: bool = True) 
     Raises:
         ValueError: it had to be and was not: a bug worth reporting.
     """
-    from outrider.loadtest.plots import write_plots
+    from outrider.evaluation.loadtest.plots import write_plots
 
     path = frontier.save(out)
     _print(frontier, console)
@@ -104,8 +104,8 @@ def report(frontier: Frontier, out: Path, console: Console, exact: bool = True) 
 
 def _print_gains(frontier: Frontier, console: Console) -> None:
     """Gains of the highlighted variants, at six values at most; frontier.json has all."""
-    from outrider.loadtest.metrics import INTERVAL
-    from outrider.loadtest.plots import highlighted
+    from outrider.evaluation.loadtest.metrics import INTERVAL
+    from outrider.evaluation.loadtest.plots import highlighted
 
     titles = {
         "throughput": ("throughput over that of {}", "tokens/s promised to a user"),
@@ -139,7 +139,7 @@ def _gain_cell(gain: Gain) -> str:
 
 
 def _print(frontier: Frontier, console: Console) -> None:
-    from outrider.loadtest.metrics import table_rows
+    from outrider.evaluation.loadtest.metrics import table_rows
 
     headings, *rows = table_rows(frontier)
     ours = "draft in % of the time" if "draft" in headings else "gap between outputs in ms"
@@ -163,7 +163,7 @@ def _print(frontier: Frontier, console: Console) -> None:
 def _verdict(frontier: Frontier) -> list[str]:
     """What the measured ratios say, and the next command where there is one drafter."""
     from outrider.backends.local import is_adaptive
-    from outrider.loadtest.metrics import speedups
+    from outrider.evaluation.loadtest.metrics import speedups
 
     ratios, settings = speedups(frontier), frontier.settings
     if not ratios:
@@ -185,7 +185,7 @@ def choose_traffic(temperature: str, top_p: float, coupled: bool) -> Traffic:
     Raises:
         ValueError: not temperatures, or what does not go together.
     """
-    from outrider.loadtest.load import Traffic
+    from outrider.evaluation.loadtest.load import Traffic
 
     return Traffic(split_numbers("--temperature", temperature), top_p, coupled)
 
@@ -224,8 +224,8 @@ def named_drafters(
         ValueError: a profile of something else than these drafters.
     """
     from outrider.backends.local import NamedDrafter
+    from outrider.decoding.cost import Profile
     from outrider.evaluation.profile import setting_of
-    from outrider.scheduling.cost import Profile
 
     costs = {path: Profile.load(path) for path in profiles}
     settings = {name: setting_of(target, one.drafter) for name, (_, _, one) in opened.items()}
@@ -321,7 +321,7 @@ def bench_command(
     from outrider.backends.registry import server_of
     from outrider.backends.transformers import load_causal_lm
     from outrider.data.chat import Chat
-    from outrider.loadtest.engines import (
+    from outrider.evaluation.loadtest.engines import (
         SPECULATIVE,
         launched_engine,
         local_engine,
@@ -329,9 +329,9 @@ def bench_command(
         running_servers,
         transformers_engine,
     )
-    from outrider.loadtest.load import mixed_prompts
-    from outrider.loadtest.metrics import Frontier, Journal, Sla
-    from outrider.loadtest.sweep import Sweep, Workload, check_levels, run_workload
+    from outrider.evaluation.loadtest.load import mixed_prompts
+    from outrider.evaluation.loadtest.metrics import Frontier, Journal, Sla
+    from outrider.evaluation.loadtest.sweep import Sweep, Workload, check_levels, run_workload
     from outrider.target.hub import model_config, resolve_model
     from outrider.utils.distributed import join
 
@@ -521,7 +521,7 @@ def bench_table(
     out: Annotated[Path | None, option(FILES, "Markdown file for the table")] = None,
 ) -> None:
     """Compare engines that bench measured, each with itself without speculation."""
-    from outrider.loadtest.sweep import HEADINGS, side_by_side
+    from outrider.evaluation.loadtest.sweep import HEADINGS, side_by_side
 
     rows, console = side_by_side(directories), Terminal()
     console.print(engines_table(rows))
@@ -534,7 +534,7 @@ def bench_table(
 
 def engines_table(rows: list[tuple[str, ...]]) -> Table:
     """The rows of `side_by_side` for the terminal."""
-    from outrider.loadtest.sweep import HEADINGS
+    from outrider.evaluation.loadtest.sweep import HEADINGS
 
     return terminal_table(HEADINGS, rows, text=HEADINGS[:2], box=None, padding=(0, 1, 0, 0))
 
@@ -586,13 +586,13 @@ def simulate_command(
     from pydantic import TypeAdapter, ValidationError
 
     from outrider.backends.local import KNOWN, default_variants, engine_config
-    from outrider.engine.scheduler import EngineConfig
-    from outrider.loadtest.load import Ask, Traffic
-    from outrider.loadtest.metrics import Frontier, Sla
-    from outrider.loadtest.plots import write_plots
-    from outrider.loadtest.simulate import check_comparable, compare, load_machine, serve, simulate_sweep
-    from outrider.loadtest.sweep import Sweep
-    from outrider.loadtest.traces import Traces
+    from outrider.decoding.scheduler import EngineConfig
+    from outrider.evaluation.loadtest.load import Ask, Traffic
+    from outrider.evaluation.loadtest.metrics import Frontier, Sla
+    from outrider.evaluation.loadtest.plots import write_plots
+    from outrider.evaluation.loadtest.simulate import check_comparable, compare, load_machine, serve, simulate_sweep
+    from outrider.evaluation.loadtest.sweep import Sweep
+    from outrider.evaluation.loadtest.traces import Traces
 
     console = Terminal()
     to_record = choose_traffic(temperature, top_p, coupled)
@@ -604,7 +604,7 @@ def simulate_command(
         if dry_run:
             from outrider.cli.dry_run import measured_target, measurements, of_recording
             from outrider.data.chat import Chat
-            from outrider.loadtest.load import mixed_prompts
+            from outrider.evaluation.loadtest.load import mixed_prompts
 
             chosen, tokenizer = require_drafter(drafter, target, thinking), Chat.load(target).tokenizer
             mixed = mixed_prompts(tokenizer, split_names(tasks), max_samples, seed=seed, thinking=thinking)
@@ -689,9 +689,9 @@ def record_traces(
     """Decode the prompts a load test would ask, with a draft at every position."""
     from outrider.data.sources import prompts_label
     from outrider.decoding.request import StopRules
+    from outrider.evaluation.loadtest.load import mixed_prompts
+    from outrider.evaluation.loadtest.traces import record
     from outrider.evaluation.profile import setting_of
-    from outrider.loadtest.load import mixed_prompts
-    from outrider.loadtest.traces import record
 
     choice = require_drafter(drafter, target, thinking)
     warn_of_thinking(choice, thinking)
@@ -735,7 +735,7 @@ def points_table(points: list[PointSummary]) -> Table:
 
 def report_simulation(compared: list[Comparison], path: Path, console: Console) -> None:
     """Print and write the error at every point; the worst is named."""
-    from outrider.loadtest.simulate import errors_of, validation_rows
+    from outrider.evaluation.loadtest.simulate import errors_of, validation_rows
 
     headings, *rows = validation_rows(compared)
     title = "tokens per second: simulated against measured"
@@ -748,7 +748,7 @@ def report_simulation(compared: list[Comparison], path: Path, console: Console) 
 
 
 def _routing(name: str) -> Routing:
-    from outrider.loadtest.simulate import Routing
+    from outrider.evaluation.loadtest.simulate import Routing
 
     for known in get_args(Routing):
         if name == known:

@@ -31,10 +31,10 @@ from outrider.utils.measure import set_up, today, versions
 from outrider.utils.terminal import Terminal, terminal_table
 
 if TYPE_CHECKING:
-    from outrider.calibration.candidates import Candidates
-    from outrider.calibration.fit import Calibration, CalibrationResult, Scaling, SweepPoint
     from outrider.checkpoints.checkpoint import Checkpoint
-    from outrider.scheduling.cost import Cell, Curve, Profile
+    from outrider.decoding.cost import Cell, Curve, Profile
+    from outrider.evaluation.calibration.candidates import Candidates
+    from outrider.evaluation.calibration.fit import Calibration, CalibrationResult, Scaling, SweepPoint
 
 
 def calibrate_command(
@@ -64,14 +64,14 @@ def calibrate_command(
     dry_run: opt.DryRun = False,
 ) -> None:
     """Fit confidences to acceptance; of medusa and hydra, measure accuracies."""
-    from outrider.calibration.candidates import measure_candidates
-    from outrider.calibration.collect import collect_tasks, load_rounds, save_rounds
-    from outrider.calibration.fit import calibrate, refusal
-    from outrider.calibration.fit import sweep as sweep_thresholds
     from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION, add_metadata, load_checkpoint
     from outrider.data.sources import TaskSettings, find_prompts, prompts_label
     from outrider.drafters.dflash import BlockDrafter
     from outrider.drafters.medusa import HeadsDrafter
+    from outrider.evaluation.calibration.candidates import measure_candidates
+    from outrider.evaluation.calibration.collect import collect_tasks, load_rounds, save_rounds
+    from outrider.evaluation.calibration.fit import calibrate, refusal
+    from outrider.evaluation.calibration.fit import sweep as sweep_thresholds
     from outrider.evaluation.report import plot_reliability, plot_sweep
     from outrider.sampling import SamplingParams
     from outrider.target.model import count_layers
@@ -206,7 +206,7 @@ def _digest(directory: Path) -> str:
 def _export(found: CalibrationResult, alone: Scaling, directory: Path) -> Path:
     """SGLang's calibration file, from temperatures that were fitted without offsets."""
     from outrider.backends.sglang import CALIBRATION_FILE, write_confidence_sts
-    from outrider.calibration.fit import Rounds, quality
+    from outrider.evaluation.calibration.fit import Rounds, quality
 
     path = directory / CALIBRATION_FILE
     write_confidence_sts(
@@ -278,7 +278,7 @@ def errors_table(calibration: Calibration) -> Table:
 
 def candidates_table(candidates: Candidates) -> Table:
     """Expected accepted drafts by tree size: of the tree these accuracies give, and of the one used without them."""
-    from outrider.calibration.candidates import expected_lengths
+    from outrider.evaluation.calibration.candidates import expected_lengths
 
     first, temperature = ", ".join(f"{row[0]:.2f}" for row in candidates.accuracy), candidates.sampling["temperature"]
     drawn = f" and the likeliest tokens were tried; at temperature {temperature:g} they are drawn, so a guide only"

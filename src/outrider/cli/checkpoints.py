@@ -100,9 +100,9 @@ def package_command(
     from outrider.backends.export import check_target, target_facts
     from outrider.checkpoints.checkpoint import load_checkpoint, save_drafter
     from outrider.checkpoints.dialects.base import UnknownDepth
+    from outrider.decoding.policies import ThresholdPolicy
     from outrider.evaluation.model_card import model_card
     from outrider.evaluation.results import Results
-    from outrider.scheduling.policies import ThresholdPolicy
     from outrider.target.hub import canonical_id
 
     if dtype not in _PACKAGE_DTYPES:

@@ -22,11 +22,11 @@ from outrider.utils.terminal import Terminal
 if TYPE_CHECKING:
     import torch
 
+    from outrider.decoding.policies import Policy
+    from outrider.decoding.verification import TypicalAcceptance
     from outrider.drafters.draft import TreeSize
-    from outrider.scheduling.policies import Policy
     from outrider.target.model import Target
     from outrider.utils.distributed import Ranks
-    from outrider.verification import TypicalAcceptance
 
 
 def load(
@@ -74,7 +74,7 @@ def choose_policy(draft_length: int | None, confidence_threshold: float | None) 
     Raises:
         ValueError: both are given.
     """
-    from outrider.scheduling.policies import FixedPolicy, ThresholdPolicy
+    from outrider.decoding.policies import FixedPolicy, ThresholdPolicy
 
     if confidence_threshold is None:
         return None if draft_length is None else FixedPolicy(draft_length)
@@ -89,7 +89,7 @@ def choose_typical(text: str | None) -> TypicalAcceptance | None:
     Raises:
         ValueError: not two numbers in (0, 1].
     """
-    from outrider.verification import TypicalAcceptance
+    from outrider.decoding.verification import TypicalAcceptance
 
     if text is None or text == "default":
         return None if text is None else TypicalAcceptance()

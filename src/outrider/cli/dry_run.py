@@ -20,10 +20,10 @@ from outrider.cli.common import split_names
 from outrider.data.regenerate import DataSection
 from outrider.data.responses import TOKEN_BYTES, join_turns, read_responses
 from outrider.data.sources import load_tasks
+from outrider.doctor.examine import QUICK_SAMPLES, QUICK_TOKENS
 from outrider.drafters.base import DraftModule
 from outrider.drafters.language_model import StandaloneConfig
 from outrider.drafters.ngram import NgramConfig
-from outrider.evaluation.doctor.examine import QUICK_SAMPLES, QUICK_TOKENS
 from outrider.evaluation.draft_cost import WARM_UP, with_block_size
 from outrider.evaluation.experiment import ExperimentTable, Stage, as_overrides
 from outrider.evaluation.profile import (

@@ -519,8 +519,8 @@ def doctor(
         )
         return
     from outrider.data.sources import load_prompts
-    from outrider.evaluation.doctor.case import Inputs, read_data, read_drafter
-    from outrider.evaluation.doctor.examine import (
+    from outrider.doctor.case import Inputs, read_data, read_drafter
+    from outrider.doctor.examine import (
         LONG,
         QUICK,
         QUICK_SAMPLES,
@@ -625,10 +625,10 @@ def _doctor_of_server(
     """`outrider doctor --base-url`; `urls`: the server, the one without a drafter, the model's name there."""
     from outrider.backends.openai import Endpoint, served_model, shown_url
     from outrider.checkpoints.checkpoint import load_checkpoint
+    from outrider.doctor.examine import as_json, print_causes, print_findings, print_summary, verdict
+    from outrider.doctor.server import Question, ServerClient, examine_server
     from outrider.drafters.base import check_fits
-    from outrider.evaluation.doctor.examine import as_json, print_causes, print_findings, print_summary, verdict
-    from outrider.evaluation.doctor.server import Question, ServerClient, examine_server
-    from outrider.loadtest.load import mixed_prompts
+    from outrider.evaluation.loadtest.load import mixed_prompts
 
     if target is None or drafter is None:
         raise ValueError("--base-url: give --target and --drafter, too: what the server should have loaded.")

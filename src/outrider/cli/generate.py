@@ -60,7 +60,7 @@ def generate_command(
 ) -> None:
     """Answer a prompt, streamed."""
     from outrider.api.model import load
-    from outrider.verification import lossy_note
+    from outrider.decoding.verification import lossy_note
 
     set_up(threads)
     console = Terminal(highlight=False, soft_wrap=True)

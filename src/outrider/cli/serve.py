@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outrider.api.drafter import DrafterChoice
     from outrider.api.model import Model
     from outrider.backends.base import ExternalEngine, Launch, Speculation
-    from outrider.engine.scheduler import EngineConfig
+    from outrider.decoding.scheduler import EngineConfig
     from outrider.serving.app import Server
 
 SERVER, LOAD = "Server", "Load"
@@ -89,7 +89,7 @@ def serve_command(
     require_serving()
 
     from outrider.api.model import load
-    from outrider.engine.scheduler import EngineConfig
+    from outrider.decoding.scheduler import EngineConfig
     from outrider.serving.connection import http_server
 
     set_up(threads)
@@ -300,9 +300,9 @@ def build_server(
         ValueError: the target cannot be served, or the profile was measured with something else.
     """
     from outrider.api.scheduling import by_profile
-    from outrider.engine.engine import Engine
+    from outrider.decoding.cost import Profile
+    from outrider.decoding.engine import Engine
     from outrider.evaluation.profile import MachineProfile, setting_of
-    from outrider.scheduling.cost import Profile
     from outrider.serving.app import Limits, Server
     from outrider.serving.metrics import ServerMetrics
     from outrider.serving.worker import Worker

@@ -30,6 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.decoding.beliefs import Beliefs, Flags
+from outrider.decoding.cost import Floats, Ints, LearnedCost
+from outrider.decoding.gate import MANY, SOME, AlwaysDraft, DraftGate, History, Patience, known_verdicts
+from outrider.decoding.policies import CostPolicy, Policy, StepView
 from outrider.decoding.request import RequestState
 from outrider.decoding.round import RoundResult
 from outrider.decoding.trace import PathRows, RoundTrace, Source, trace_round
@@ -37,17 +41,13 @@ from outrider.drafters.base import Drafter, FailedCall
 from outrider.drafters.draft import Draft, allowed_part
 from outrider.drafters.ngram import MOST_MATCHED, Library, NgramConfig, NgramSession, copy_confidences
 from outrider.sampling import SamplingParams
-from outrider.scheduling.beliefs import Beliefs, Flags
-from outrider.scheduling.cost import Floats, Ints, LearnedCost
-from outrider.scheduling.gate import MANY, SOME, AlwaysDraft, DraftGate, History, Patience, known_verdicts
-from outrider.scheduling.policies import CostPolicy, Policy, StepView
 
 _MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
 _MOST_STEPS = 32  # steps that wait to be noted for their requests
 
 
 @dataclass(frozen=True)
-class Turn:
+class DraftTurn:
     """A request in a round. `limit`: most draft tokens that it may bring, branches included."""
 
     id: str
@@ -231,7 +231,7 @@ class _PlainSteps:
 
 
 @dataclass(frozen=True)
-class Experience:
+class SchedulerState:
     """What earlier rounds taught about a drafter and copies beside it: of an engine's requests, or of a model's.
 
     Requests that share one are told apart by their ids, and run in one thread.
@@ -241,12 +241,12 @@ class Experience:
     copies: Copies | None = None
 
     @staticmethod
-    def of(drafter: Drafter | None) -> Experience:
+    def of(drafter: Drafter | None) -> SchedulerState:
         """Before the first round."""
         if drafter is None:
-            return Experience(History(0))
+            return SchedulerState(History(0))
         copies = None if drafter.copies is None else Copies(drafter.copies, drafter.library)
-        return Experience(History(drafter.own_slots, chains=not drafter.trees), copies)
+        return SchedulerState(History(drafter.own_slots, chains=not drafter.trees), copies)
 
 
 def suffix_in_rests(requests: int) -> int:
@@ -276,7 +276,7 @@ class Drafting:
         drafter: Drafter | None,
         policy: Policy,
         gate: DraftGate | None = None,
-        experience: Experience | None = None,
+        experience: SchedulerState | None = None,
     ) -> None:
         self.drafter, self.policy, self.gate = drafter, policy, gate or AlwaysDraft()
         if policy.min_confidence > 0 and not isinstance(self.gate, AlwaysDraft):
@@ -284,7 +284,7 @@ class Drafting:
                 f"{policy} ends drafts at its min_confidence, so a gate would learn from the better ones only: "
                 "use a policy that decides by cost, or no gate."
             )
-        experience = experience or Experience.of(drafter)
+        experience = experience or SchedulerState.of(drafter)
         self.history, self.copies = experience.history, experience.copies
         self._found: dict[str, Copy] = {}  # copies of the round, taken or not
         self._taken: set[str] = set()
@@ -303,7 +303,7 @@ class Drafting:
             state.session = self.drafter.new_session(state.capacity)
 
     def draft(
-        self, turns: Sequence[Turn], min_confidence: float, failed: dict[str, Exception], other_tokens: int = 0
+        self, turns: Sequence[DraftTurn], min_confidence: float, failed: dict[str, Exception], other_tokens: int = 0
     ) -> tuple[list[Draft], int]:
         """A draft for every request of the round that may use one, and for how many the drafter was asked.
 
@@ -378,7 +378,7 @@ class Drafting:
                     failed[turns[i].id] = error
         return drafts, len(chosen)
 
-    def view(self, turns: Sequence[Turn], drafts: Sequence[Draft], other_tokens: int = 0) -> StepView:
+    def view(self, turns: Sequence[DraftTurn], drafts: Sequence[Draft], other_tokens: int = 0) -> StepView:
         """What the policy is shown of this round."""
         return self.history.step_view(
             [turn.id for turn in turns],
@@ -390,7 +390,7 @@ class Drafting:
             sampled=[turn.state.params.temperature > 0 for turn in turns],
         )
 
-    def record(self, turns: Sequence[Turn], view: StepView | None, results: Sequence[RoundResult | None]) -> None:
+    def record(self, turns: Sequence[DraftTurn], view: StepView | None, results: Sequence[RoundResult | None]) -> None:
         """Remember a round, once its tokens are committed.
 
         Args:
@@ -421,7 +421,7 @@ class Drafting:
         return id in self._taken
 
     def reason(
-        self, turn: Turn, result: RoundResult, *, left: int, view: StepView | None, lengths_R: Ints, request: int
+        self, turn: DraftTurn, result: RoundResult, *, left: int, view: StepView | None, lengths_R: Ints, request: int
     ) -> str:
         """Why no more drafts of a request were verified in this round, for people.
 
@@ -459,7 +459,7 @@ class Drafting:
 
     def trace(
         self,
-        turn: Turn,
+        turn: DraftTurn,
         result: RoundResult,
         tokens: Sequence[int],
         *,

@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.decoding.drafting import Drafting, Experience, Turn
+from outrider.decoding.drafting import Drafting, DraftTurn, SchedulerState
+from outrider.decoding.gate import DraftGate
+from outrider.decoding.policies import FixedPolicy, Policy, StepView
 from outrider.decoding.request import FinishReason, RequestState, StopRules, target_rows
 from outrider.decoding.round import Origin, RoundResult, run_round
 from outrider.decoding.structured import Grammar
 from outrider.decoding.trace import RoundTrace, path_rows, recorded
+from outrider.decoding.verification import TargetRows, TypicalAcceptance
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.drafters.draft import Draft
 from outrider.sampling import Randomness, RandomSource, SamplingParams
-from outrider.scheduling.gate import DraftGate
-from outrider.scheduling.policies import FixedPolicy, Policy, StepView
 from outrider.target.model import DecodingTarget
 from outrider.utils.measure import Clock, on_device
-from outrider.verification import TargetRows, TypicalAcceptance
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class SingleRequest:
         self.cache = target.new_cache(self.state.capacity + self._slots + 1)
         drafting.open(self.state)
         self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
-        self._turns: list[Turn] = []
+        self._turns: list[DraftTurn] = []
         self._view: StepView | None = None
         self._scored: tuple[list[int], Tensor | None] = [], None
         self._logits_NV: Tensor | None = None
@@ -148,7 +148,7 @@ class SingleRequest:
             FailedCall: the draft could not be drawn.
         """
         left, self._view = self.state.remaining - 1, None
-        self._turns = [Turn("", self.state, self._slots if self._trees and left else min(self._slots, left))]
+        self._turns = [DraftTurn("", self.state, self._slots if self._trees and left else min(self._slots, left))]
         failed: dict[str, Exception] = {}
         with self.draft_clock:
             drafts, _ = self.drafting.draft(self._turns, min_confidence, failed)
@@ -227,7 +227,7 @@ def stream(
     grammar: Grammar | None = None,
     randomness: Randomness | None = None,
     traced: bool = False,
-    experience: Experience | None = None,
+    experience: SchedulerState | None = None,
 ) -> Iterator[Chunk]:
     """Decode one request and yield one chunk per round.
 
@@ -296,7 +296,7 @@ def generate(
     *,
     gate: DraftGate | None = None,
     grammar: Grammar | None = None,
-    experience: Experience | None = None,
+    experience: SchedulerState | None = None,
 ) -> Generation:
     """Decode one request, see `stream`, and return the whole response."""
     started = time.perf_counter()

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from outrider.decoding.structured import Grammar
+from outrider.decoding.verification import TargetRows
 from outrider.drafters.base import DraftCall
 from outrider.drafters.draft import Draft
 from outrider.sampling import (
@@ -30,7 +31,6 @@ from outrider.sampling import (
 )
 from outrider.target.cache import KVCache
 from outrider.target.model import DecodingTarget
-from outrider.verification import TargetRows
 
 # ----------------------------------------------------------------------------
 # Tokens to text, piece by piece.

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from outrider.decoding.policies import Policy, StepView
+from outrider.decoding.verification import PendingVerdict, TargetRows, TypicalAcceptance, Verdict, draw_together, verify
 from outrider.drafters.draft import Draft
 from outrider.sampling import RandomSource
-from outrider.scheduling.policies import Policy, StepView
-from outrider.verification import TargetRows, TypicalAcceptance, Undrawn, Verdict, draw_together, verify
 
 
 class Batch(Protocol):
@@ -97,7 +97,7 @@ def attempt_round(
     if any(draft.tokens for draft in drafts):
         lengths = policy.lengths(batch.view(drafts)).tolist()
         verified = [draft.truncated(length) for draft, length in zip(drafts, lengths, strict=True)]
-    verdicts: list[Verdict | Undrawn | Exception] = []
+    verdicts: list[Verdict | PendingVerdict | Exception] = []
     for part, rows, source in zip(verified, batch.score(verified), batch.sources, strict=True):
         try:
             verdicts.append(verify(part, rows, source, typical=typical))

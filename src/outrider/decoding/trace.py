@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.decoding.round import Origin, RoundResult
+from outrider.decoding.verification import TargetRows
 from outrider.drafters.draft import Draft
 from outrider.sampling import at_least_float32
-from outrider.verification import TargetRows
 
 Outcome = Literal["accepted", "rejected", "unread", "left out"]
 Source = Literal["drafter", "copy"]

@@ -584,7 +584,7 @@ class DraftModule(Packable, ABC):
 
         By default they stay as they are.
 
-        Called only for targets with Llama-shaped layers (`target.family.lean`).
+        Called only for targets with Llama-shaped layers (`target.family.fused`).
         """
 
     def after_step(self, summed: Callable[[Tensor], Tensor]) -> None:

@@ -4,7 +4,7 @@
             |           +- 3 "dog"          parents   -1 -1    0    0    1
             +- 1 "a" ----- 4 "red"          row 0 of the target follows the anchor, row i + 1 follows node i
 
-Children of one node (siblings) are tried one after another (verification.py), and how they came about decides
+Children of one node (siblings) are tried one after another (decoding/verification.py), and how they came about decides
 how. *Drawn* ones come from a known p_d, with or without replacement. *Chosen* ones (greedy and copied tokens; the top-k
 of EAGLE-2 and Medusa) are a function of the tokens before them: p_d is one-hot at each, and p_t(x) is the acceptance.
 

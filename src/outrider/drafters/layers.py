@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from outrider.drafters.config import AuxLayers, DrafterConfig, DraftVocabulary, NotInRecipe
 from outrider.target.attention import additive
-from outrider.target.lean import rotate, signed_sin
+from outrider.target.fused import rotate, signed_sin
 from outrider.target.linear import Packable, padded_size
 from outrider.target.model import Target
 from outrider.utils.distributed import full_tensor

@@ -25,20 +25,20 @@ from torch import Tensor
 from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings, load_tasks
-from outrider.decoding.drafting import Experience
+from outrider.decoding.batch import Output, Request
+from outrider.decoding.drafting import SchedulerState
+from outrider.decoding.engine import Engine, config_for
+from outrider.decoding.gate import DraftGate
 from outrider.decoding.generate import Generation, RoundStats, acceptance, generate
+from outrider.decoding.policies import FixedPolicy, Policy
 from outrider.decoding.request import StopRules, check_prompt
+from outrider.decoding.verification import TypicalAcceptance
 from outrider.drafters.base import Drafter, draft_slots
-from outrider.engine.batch import Output, Request
-from outrider.engine.engine import Engine, config_for
 from outrider.evaluation.results import DrafterInfo, Results, TaskResult
 from outrider.sampling import PositionNoise, SamplingParams, at_least_float32, warp
-from outrider.scheduling.gate import DraftGate
-from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.target.model import Target
 from outrider.utils.distributed import ALONE, Ranks
 from outrider.utils.measure import dtype_name, machine, quartiles, today
-from outrider.verification import TypicalAcceptance
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -110,7 +110,7 @@ def evaluate(
     results = []
     for name, prompts in loaded:
         decoded: dict[int, list[list[DecodedTurn]]] = {}
-        experience = Experience.of(drafter) if gate is not None and settings.params.fixed_text else None
+        experience = SchedulerState.of(drafter) if gate is not None and settings.params.fixed_text else None
         groups = [prompts[first : first + concurrency] for first in range(0, len(prompts), concurrency)]
         for number in range(len(groups))[ranks.rank :: ranks.world]:
             on_progress(name, number * concurrency, len(prompts))
@@ -176,7 +176,7 @@ def decode_turns(
     flip: bool,
     gate: DraftGate | None = None,
     typical: TypicalAcceptance | None = None,
-    experience: Experience | None = None,
+    experience: SchedulerState | None = None,
     together: bool = False,
 ) -> list[list[DecodedTurn]]:
     """Decode the turns of each conversation both ways, those that come first in all of them before the next ones; the
@@ -217,7 +217,7 @@ class _Speculation:
     policy: Policy | None = None
     gate: DraftGate | None = None
     typical: TypicalAcceptance | None = None
-    experience: Experience | None = None
+    experience: SchedulerState | None = None
 
 
 def _decode_each(

@@ -15,12 +15,12 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from outrider.calibration.fit import Calibration
 from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION, Checkpoint
 from outrider.data.sources import shipped_sets, task_names
+from outrider.decoding.policies import FixedPolicy
+from outrider.evaluation.calibration.fit import Calibration
 from outrider.evaluation.results import Results, TaskResult
 from outrider.sampling import SamplingParams
-from outrider.scheduling.policies import FixedPolicy
 from outrider.target.hub import canonical_id
 from outrider.training.setup import trainings
 from outrider.utils.files import invalid_fields

@@ -1,4 +1,4 @@
-"""Measure a `Profile`: what an engine step costs here, by requests, tokens and context (scheduling/cost.py).
+"""Measure a `Profile`: what an engine step costs here, by requests, tokens and context (decoding/cost.py).
 
     sweep 1:  forward(2, 9, 64)  draft(4)  forward(1, 1, 768)  extend(8) ...     each job once, in shuffled order,
     sweep 2:  draft(32)  forward(8, 40, 256) ...                                 so that drift affects all alike
@@ -11,7 +11,7 @@ B tokens       R, 2 R, ... (drafts + 1) R, of large trees not every count; for R
 S context      cached tokens per request
 
 A sparse profile (`QUICK`) takes seconds: B = 1, 4, 16, ... for one request at the shortest context, and a few shapes
-that say what longer contexts and more requests add to those (scheduling/cost.py, `ForwardTable`).
+that say what longer contexts and more requests add to those (decoding/cost.py, `ForwardTable`).
 
 Contexts are random keys and values: their content does not affect time, but unwritten memory would. Recurrent layers
 count a context as read; going back to the accepted rows (target/cache.py) is not in the times.
@@ -38,13 +38,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from outrider.decoding.batch import Request, StepRecord
+from outrider.decoding.cost import Additive, Cell, Curve, Profile, Setting
+from outrider.decoding.engine import Engine
 from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, Drafter, draft_slots
-from outrider.engine.batch import Request, StepRecord
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
-from outrider.scheduling.cost import Additive, Cell, Curve, Profile, Setting
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
 from outrider.utils.files import cache_dir

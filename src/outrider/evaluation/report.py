@@ -10,12 +10,12 @@ import matplotlib.pyplot as plt
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from outrider.calibration.fit import Calibration, SweepPoint
+from outrider.decoding.cost import Profile
+from outrider.evaluation.calibration.fit import Calibration, SweepPoint
 from outrider.evaluation.model_card import verified
 from outrider.evaluation.profile import break_even
 from outrider.evaluation.results import Results, TaskResult
 from outrider.evaluation.verdict import Speedup
-from outrider.scheduling.cost import Profile
 from outrider.utils.files import write_atomically
 from outrider.utils.plots import (
     COLOURS,

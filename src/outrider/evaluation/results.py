@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from outrider.decoding.verification import lossy_note
 from outrider.utils.files import invalid_fields
-from outrider.verification import lossy_note
 
 _SUMMED = {"step": "steps", "anchors": "anchors", "training_seconds": "seconds"}
 _NOT_THE_METHOD = {"seed", "threads", "log_every", "eval_every", "save_every", "feature_cache_gb"}

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from outrider.decoding.batch import Output, StepRecord
+from outrider.decoding.engine import Engine
+from outrider.decoding.policies import CostPolicy, policy_name
 from outrider.decoding.request import TextStream
 from outrider.decoding.trace import DraftTrace, RoundTrace
-from outrider.engine.batch import Output, StepRecord
-from outrider.engine.engine import Engine
-from outrider.scheduling.policies import CostPolicy, policy_name
 from outrider.utils.packaged import PACKAGE
 
 _INTERVAL = 0.5  # seconds from one event to the next

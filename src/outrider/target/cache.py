@@ -117,7 +117,7 @@ def remember_inputs(module: Any, _args: Any, inputs: dict[str, Any]) -> None:
 # Sliding layers keep all slots too; what lies outside their window is masked. Latents (MLA) are kept as they are
 # cached. Of a verified tree the slots of the accepted path move together; keys carry their positions, so they need no
 # change. Recurrent layers have a state instead of slots and roll back as described above.
-# It is a `transformers.Cache`, so every family's own attention can write into it, and lean.py can too.
+# It is a `transformers.Cache`, so every family's own attention can write into it, and fused.py can too.
 # ----------------------------------------------------------------------------
 
 

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from outrider.target.attention import Branches, additive
 from outrider.target.cache import KVCache, KVLayer
+from outrider.target.fused import FusedDecoder
 from outrider.target.kernels import MOST_ROWS
-from outrider.target.lean import LeanDecoder
 from outrider.target.paged import PagedKV, Span
 from outrider.utils.measure import on_device
 
@@ -105,7 +105,7 @@ class StepGraphs:
             single one has fewer operations where its keys are not gathered, and is not taken.
     """
 
-    def __init__(self, decoder: LeanDecoder) -> None:
+    def __init__(self, decoder: FusedDecoder) -> None:
         self.decoder = decoder
         self.captures = os.environ.get("OUTRIDER_CUDA_GRAPHS") != "0"
         self._steps: WeakKeyDictionary[PagedKV, dict[Shape, _Captured]] = WeakKeyDictionary()

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from outrider.target.attention import Branches, additive
 from outrider.target.cache import KVCache, recurrent_modules, remember_inputs
-from outrider.target.lean import AuxOutput
+from outrider.target.fused import AuxOutput
 from outrider.target.paged import RaggedStep
 from outrider.utils.measure import on_device
 
@@ -97,7 +97,7 @@ def recurrence_by_span(modules: Sequence[Any]) -> Iterator[None]:
 
 # ----------------------------------------------------------------------------
 # A family's own decoder from transformers, with hooks that read the aux hidden states. It runs families without the
-# lean forward (target/lean.py).
+# fused forward (target/fused.py).
 #
 #     ForCausalLM.model                                the decoder
 #     ForConditionalGeneration.model.language_model    the same inside a multimodal model; images are never given
@@ -143,7 +143,7 @@ class FamilyDecoder:
         aux_layers: tuple[int, ...],
         branches: Branches | None = None,
     ) -> AuxOutput:
-        """As `LeanDecoder.forward`."""
+        """As `FusedDecoder.forward`."""
         B, T = tokens_BT.shape
         mask: Any = None
         if branches is not None:

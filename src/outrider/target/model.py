@@ -19,10 +19,10 @@ from transformers import (
 
 from outrider.target.attention import Branches
 from outrider.target.cache import KVCache, recurrent_modules
+from outrider.target.fused import FusedDecoder
 from outrider.target.graphs import StepGraphs
 from outrider.target.hf import FamilyDecoder, text_decoder
 from outrider.target.hub import load_tokenizer, model_config, resolve_model
-from outrider.target.lean import LeanDecoder
 from outrider.target.linear import Float32Rows, PackedLinear
 from outrider.target.loading import generation_config, load_model, outline_model
 from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span, logit_rows, pageable
@@ -127,7 +127,7 @@ def check_aux_layers(num_layers: int, aux_layers: Sequence[int], final: bool = F
 
 
 # ----------------------------------------------------------------------------
-# Which causal-LM families a target may come from, and which of them have the lean forward.
+# Which causal-LM families a target may come from, and which of them have the fused forward.
 #
 # A family is listed once its cached forward, its aux hidden states and its decoding have been compared with
 # `transformers` (tests/target/test_target.py, tests/target/test_target_families.py; docs/targets.md has the table). Of
@@ -137,10 +137,10 @@ def check_aux_layers(num_layers: int, aux_layers: Sequence[int], final: bool = F
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a model family (`model_type`): whether it has the lean forward, how it scales and caps."""
+    """What is known of a model family (`model_type`): whether it has the fused forward, how it scales and caps."""
 
     model_type: str
-    lean: bool = False  # RMSNorm -> (QK-norm) -> RoPE -> GQA -> SwiGLU: target/lean.py can run it
+    fused: bool = False  # RMSNorm -> (QK-norm) -> RoPE -> GQA -> SwiGLU: target/fused.py can run it
     scaled_embeddings: bool = False  # embeddings are multiplied by sqrt(hidden_size) before layer 0
 
     def embedding_scale(self, hidden_size: int, dtype: torch.dtype) -> float:
@@ -149,8 +149,8 @@ class Family:
 
 
 FAMILIES: tuple[Family, ...] = (
-    Family("llama", lean=True),
-    Family("qwen3", lean=True),
+    Family("llama", fused=True),
+    Family("qwen3", fused=True),
     Family("qwen3_moe"),
     Family("gemma", scaled_embeddings=True),
     Family("gemma2", scaled_embeddings=True),
@@ -199,7 +199,7 @@ class TargetOutput:
 
 
 class Target:
-    """A frozen causal LM with aux hidden states. Llama-shaped ones run from fused weights (target/lean.py), unless
+    """A frozen causal LM with aux hidden states. Llama-shaped ones run from fused weights (target/fused.py), unless
     their layers are sharded.
     """
 
@@ -224,15 +224,15 @@ class Target:
         self._head32: Float32Rows | None = None
         self.sharded = isinstance(self.decoder.layers[0], FSDPModule)  # a forward is then one of all ranks
         self._recurrent = recurrent_modules(self.decoder)
-        lean = self.device.type in ("cpu", "cuda") and self._lean_shaped() and not self.sharded
-        self._lean = LeanDecoder(model) if lean else None
-        self._decoder = self._lean or FamilyDecoder(model, config)
-        graphed = self._lean is not None and self.device.type == "cuda" and pageable(config)
-        self.graphs = StepGraphs(self._lean) if self._lean is not None and graphed else None
+        fused = self.device.type in ("cpu", "cuda") and self._fusable() and not self.sharded
+        self._fused = FusedDecoder(model) if fused else None
+        self._decoder = self._fused or FamilyDecoder(model, config)
+        graphed = self._fused is not None and self.device.type == "cuda" and pageable(config)
+        self.graphs = StepGraphs(self._fused) if self._fused is not None and graphed else None
 
-    def _lean_shaped(self) -> bool:
+    def _fusable(self) -> bool:
         windows = "sliding_attention" in (getattr(self.config, "layer_types", None) or ())
-        return self.family.lean and not windows and self.config.hidden_act == "silu"
+        return self.family.fused and not windows and self.config.hidden_act == "silu"
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -337,7 +337,7 @@ class Target:
     @property
     def packs_exactly(self) -> bool:
         """Whether a document's packed prefill is the same to the last bit whatever is packed beside it."""
-        return self._lean is not None and self.head.packed
+        return self._fused is not None and self.head.packed
 
     @torch.inference_mode()
     def prefill_packed(
@@ -346,15 +346,15 @@ class Target:
         """(aux hidden states [T, L, D], normed last hidden states [T, D]) of each document, from one forward over all
         of them.
 
-        No document sees another, and positions start at 0 in each. The lean forward concatenates the tokens; other
+        No document sees another, and positions start at 0 in each. The fused forward concatenates the tokens; other
         families get one row per document, padded on the right: under a causal mask no real token sees the padding,
         whatever the window, so no mask needs to be given. (transformers can also pack by position ids, but then sees
         the documents' borders only without a cache and leaks across them in silence with one.)
         """
         lengths = [len(document) for document in documents]
-        if self._lean is not None:
+        if self._fused is not None:
             tokens_T = on_device([token for document in documents for token in document], self.device)
-            hidden_BTD, captured = self._lean.forward_packed(tokens_T, lengths, aux_layers)
+            hidden_BTD, captured = self._fused.forward_packed(tokens_T, lengths, aux_layers)
 
             def split(x_BTD: Tensor) -> Sequence[Tensor]:
                 return x_BTD[0].split(lengths)

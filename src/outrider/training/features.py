@@ -146,7 +146,7 @@ class FeatureSource(FeatureCache):
 def packs(target: Target) -> bool:
     """Whether to prefill several samples at once: where that changes no bit, or where speed needs it.
 
-    On a GPU results depend on the batch in the last bits; on a CPU, families without the lean forward go one by one,
+    On a GPU results depend on the batch in the last bits; on a CPU, families without the fused forward go one by one,
     so that a resumed run equals an uninterrupted one to the last bit.
     """
     return target.packs_exactly or target.device.type != "cpu"

@@ -74,7 +74,7 @@ def fresh(drafter: DraftModule, recipe: Recipe, target: Target, samples: Sequenc
     config, drafter = drafter.config, drafter.to(target.device)
     calibration = samples[:CALIBRATION_SAMPLES]
     drafter.aux_scale_L.copy_(measure_aux_scale(target, calibration, config.target_layer_ids))
-    if recipe.initialize_from_target and target.family.lean:
+    if recipe.initialize_from_target and target.family.fused:
         drafter.initialize_from(target, [sample.tokens for sample in calibration])
     ids = choose_draft_ids(samples, target.vocab_size, config.draft_vocab_size, always=target.eos_ids)
     return Start(drafter, ids.to(target.device))

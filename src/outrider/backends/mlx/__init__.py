@@ -4,7 +4,7 @@
           |  tokens, logits, aux hidden states         |  aux hidden states, proposals
       MLXTarget (mlx-lm model)        MLXDrafter (DFlash, DSpark)          float32 rows cross here (target.py)
 
-Acceptance is verification.py's and drawing is sampling.py's. MLX is an optional dependency; this
+Acceptance is decoding/verification.py's and drawing is sampling.py's. MLX is an optional dependency; this
 module imports without it.
 """
 

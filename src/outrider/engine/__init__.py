@@ -1,1 +1,0 @@
-"""Continuous batching of many requests."""

@@ -1,0 +1,673 @@
+"""Calibration of confidences: temperatures and offsets per draft position, fitted to collected decode rounds.
+
+    a_k = prod_{i <= k} sigmoid(logit(c_i) / T_i + b_i)   should be   P(positions 1..k are accepted)
+    ECE = sum_b n_b / N |mean(a_k) - mean(outcome)| in bin b,   20 equal bins over [0, 1]
+
+The survival a_k is calibrated rather than each c_k alone, because schedulers decide by survival (Sequential Temperature
+Scaling, DSpark, arXiv 2607.05147). `calibrate` fits on one part of the conversations and measures on the other;
+`refusal` says why a fit is not worth storing; `sweep` gives tokens per step by confidence threshold. Rounds come from
+evaluation/calibration/collect.py.
+Shapes: N rounds, K block positions (gamma), M bins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel
+
+from outrider.data.sources import TaskSettings
+from outrider.decoding.beliefs import EDGE, logit, sigmoid
+from outrider.decoding.cost import Floats, Ints
+from outrider.drafters.heads import CertaintyEstimator
+from outrider.utils.measure import machine
+
+BINS = 20
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Decode rounds with their outcome.
+
+    Args:
+        confidences_NK: raw c_k; values at positions from `admitted_N` on are not read.
+        accepted_N: drafts the target accepted.
+        admitted_N: drafts the target verified.
+        features_NKF: input of a `CertaintyEstimator`, where the drafter has no confidence head.
+    """
+
+    confidences_NK: Floats
+    accepted_N: Ints
+    admitted_N: Ints
+    features_NKF: Floats | None = None
+
+    def __post_init__(self) -> None:
+        count, width = self.confidences_NK.shape
+        if self.accepted_N.shape != (count,) or self.admitted_N.shape != (count,):
+            raise ValueError(
+                f"{count} rounds of confidences with accepted {self.accepted_N.shape} and admitted "
+                f"{self.admitted_N.shape}; give one count per round."
+            )
+        if (self.accepted_N > self.admitted_N).any() or (self.admitted_N > width).any():
+            raise ValueError(f"counts must satisfy accepted <= admitted <= {width} in every round.")
+
+    def chosen(self, which: Ints) -> Rounds:
+        """A subset of the rounds, by indices or by a mask."""
+        features_NKF = None if self.features_NKF is None else self.features_NKF[which]
+        return Rounds(
+            self.confidences_NK[which], self.accepted_N[which], self.admitted_N[which], features_NKF=features_NKF
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Rounds]) -> Rounds:
+        """The rounds of all `parts` in order; `parts` must not be empty."""
+        features = [p.features_NKF for p in parts if p.features_NKF is not None]
+        return Rounds(
+            np.concatenate([p.confidences_NK for p in parts]),
+            np.concatenate([p.accepted_N for p in parts]),
+            np.concatenate([p.admitted_N for p in parts]),
+            features_NKF=np.concatenate(features) if features else None,
+        )
+
+
+TaskRounds = Mapping[str, Sequence[Sequence[Rounds]]]  # by task: the rounds of each turn of each conversation
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Temperature T_k and offset b_k per position: calibrated c_k = sigmoid(logit(c_k) / T_k + b_k)."""
+
+    temperatures: list[float]
+    offsets: list[float]
+
+    @staticmethod
+    def identity(gamma: int) -> Scaling:
+        """The scaling that changes nothing."""
+        return Scaling([1.0] * gamma, [0.0] * gamma)
+
+    def apply(self, confidences_NJ: Floats) -> Floats:
+        """Calibrated confidences of the first J positions."""
+        temperatures_J, offsets_J = (
+            np.array(found[: confidences_NJ.shape[1]]) for found in (self.temperatures, self.offsets)
+        )
+        return sigmoid(logit(confidences_NJ) / temperatures_J + offsets_J)
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Equal-width bins over [0, 1]: rounds per bin, and the sums of predictions and of outcomes in each."""
+
+    count_M: Ints
+    predicted_M: Floats
+    happened_M: Floats
+
+
+def survival(rounds: Rounds, scaling: Scaling, width: int) -> Floats:
+    """Survival a_1..a_j [N, j] for j = `width`; values at positions from `admitted_N` on mean nothing."""
+    survival_NJ: Floats = np.cumprod(scaling.apply(rounds.confidences_NK[:, :width]), axis=1, dtype=np.float64)
+    return survival_NJ
+
+
+def at_position(rounds: Rounds, scaling: Scaling, k: int) -> tuple[Floats, Floats]:
+    """Pairs (a_k, outcome) of the rounds that verified position k; outcome 1 where positions 1..k were accepted."""
+    judged_N = rounds.admitted_N >= k
+    predicted_N = survival(rounds, scaling, k)[judged_N, k - 1]
+    return predicted_N, (rounds.accepted_N[judged_N] >= k).astype(np.float64)
+
+
+def reliability(predicted_N: Floats, outcome_N: Floats, bins: int = BINS) -> Reliability:
+    """Counts, predictions and outcomes per bin of the prediction."""
+    places_N = _bin(predicted_N, bins)
+    return Reliability(
+        np.bincount(places_N, minlength=bins),
+        np.bincount(places_N, weights=predicted_N, minlength=bins).astype(np.float64),
+        np.bincount(places_N, weights=outcome_N, minlength=bins).astype(np.float64),
+    )
+
+
+def ece(predicted_N: Floats, outcome_N: Floats, bins: int = BINS) -> float:
+    """Expected calibration error; needs at least one prediction."""
+    found = reliability(predicted_N, outcome_N, bins)
+    return float(np.abs(found.predicted_M - found.happened_M).sum() / len(predicted_N))
+
+
+def ece_noise(predicted_N: Floats, bins: int = BINS) -> float:
+    """Expected calibration error that perfectly calibrated predictions show by chance in so many rounds.
+
+    The sum of p - outcome in a bin is nearly normal with variance sum p (1 - p), and E|x| = s sqrt(2 / pi).
+    """
+    places_N = _bin(predicted_N, bins)
+    variance_M = np.bincount(places_N, weights=predicted_N * (1 - predicted_N), minlength=bins)
+    return float(np.sqrt(2 / np.pi * variance_M).sum() / len(predicted_N))
+
+
+def brier(predicted_N: Floats, outcome_N: Floats) -> float:
+    """Brier score: mean squared error of the predictions; always predicting 0.5 gives 0.25."""
+    return float(np.square(predicted_N - outcome_N).mean())
+
+
+def log_loss(predicted_N: Floats, outcome_N: Floats) -> Floats:
+    """-log P(outcome) of each round, in nats."""
+    inside_N = np.clip(predicted_N, EDGE, 1 - EDGE)
+    return -np.where(outcome_N > 0, np.log(inside_N), np.log1p(-inside_N))
+
+
+def roc_auc(predicted_N: Floats, outcome_N: Floats) -> float | None:
+    """P(an accepted round is predicted above a rejected one), ties count half; None without both kinds."""
+    positives = int(outcome_N.sum())
+    negatives = len(outcome_N) - positives
+    if not positives or not negatives:
+        return None
+    _, places_N, counts = np.unique(predicted_N, return_inverse=True, return_counts=True)
+    ranks = np.cumsum(counts) - (counts - 1) / 2  # ties share the mean of their ranks
+    wins = ranks[places_N][outcome_N > 0].sum() - positives * (positives + 1) / 2
+    return float(wins / (positives * negatives))
+
+
+def _bin(predicted_N: Floats, bins: int) -> Ints:
+    return np.minimum((predicted_N * bins).astype(np.int64), bins - 1)  # 1.0 belongs to the last bin
+
+
+# ----------------------------------------------------------------------------
+# u_k, b_k = argmin  - sum_n log P(outcome_n | a_k) + u^2 / (2 s_u^2) + b^2 / (2 s_b^2),   T_k = exp(u_k)
+#                    left to right, earlier positions fixed;   s_u = 1/2,  s_b = 1
+#
+# Sequential Temperature Scaling (DSpark, arXiv 2607.05147) with two changes. The paper minimises the ECE over a grid of
+# temperatures; here it is the log loss with a normal prior, because the ECE of a few hundred rounds is mostly noise and
+# its minimum then lies anywhere, the ends of the grid included. A very small T_k lets c_k outweigh the positions before
+# it, so that a_k even ranks rounds in reverse. And a temperature maps c = 1/2 to itself, so a head that is too
+# confident everywhere keeps a bias; the offset removes it. The prior weighs as much as the rounds where their Fisher
+# information is 4 for u and 1 for b: of rare acceptances about as many, so it decides only where there is little data.
+# Both depend on the position only, so a calibrated c_k is known before x_k is drawn. Shapes: P = 2 parameters.
+# ----------------------------------------------------------------------------
+
+
+_PRIOR_P = np.array([4.0, 1.0])  # 1 / s^2 of u and b
+_BOUND_P = np.array([np.log(10.0), 10.0])  # of |u| and |b|
+_STEPS, _CLOSE = 50, 1e-9
+_HALVINGS = 20
+
+
+def fit_sts(rounds: Rounds, offsets: bool = True) -> Scaling:
+    """Fit a temperature and an offset per position; with few rounds they stay near 1 and 0.
+
+    Args:
+        offsets: False for temperatures alone.
+
+    Raises:
+        ValueError: no round verified a position.
+    """
+    scaling = Scaling([], [])
+    for k in range(1, rounds.confidences_NK.shape[1] + 1):
+        judged_N = rounds.admitted_N >= k
+        if not judged_N.any():
+            raise ValueError(f"no round judged draft position {k}: decode more, with blocks verified whole.")
+        before_N = survival(rounds, scaling, k - 1)[judged_N, -1] if k > 1 else np.ones(int(judged_N.sum()))
+        position = _Position(
+            before_N,
+            logit(rounds.confidences_NK[judged_N, k - 1]),
+            outcome_N=(rounds.accepted_N[judged_N] >= k).astype(np.float64),
+        )
+        u, offset = position.fit(2 if offsets else 1)
+        scaling = Scaling([*scaling.temperatures, float(np.exp(u))], [*scaling.offsets, float(offset)])
+    return scaling
+
+
+@dataclass(frozen=True)
+class _Position:
+    """The rounds that verified one position, with the survival of the positions before it."""
+
+    before_N: Floats
+    logits_N: Floats
+    outcome_N: Floats
+
+    def cost(self, point_P: Floats) -> float:
+        """Log loss plus the prior's penalty at (u, b)."""
+        predicted_N = self.before_N * sigmoid(self.logits_N * np.exp(-point_P[0]) + point_P[1])
+        return float(log_loss(predicted_N, self.outcome_N).sum() + (_PRIOR_P * point_P**2).sum() / 2)
+
+    def fit(self, free: int) -> Floats:
+        """(u, b) of least cost, by Fisher scoring from (0, 0); the first `free` of the two are fitted."""
+        point_P = np.zeros(2)
+        cost = self.cost(point_P)
+        for _ in range(_STEPS):
+            scaled_N = self.logits_N * np.exp(-point_P[0])
+            own_N = sigmoid(scaled_N + point_P[1])
+            predicted_N = np.clip(self.before_N * own_N, EDGE, 1 - EDGE)
+            slope_N = predicted_N * (1 - own_N)  # of the prediction, by the scaled logit
+            variance_N = predicted_N * (1 - predicted_N)
+            slopes_NP = np.stack((-scaled_N, np.ones_like(scaled_N)), axis=1)
+            gradient_P = slopes_NP.T @ (slope_N * (predicted_N - self.outcome_N) / variance_N) + _PRIOR_P * point_P
+            information_PP = (slopes_NP.T * (slope_N**2 / variance_N)) @ slopes_NP + np.diag(_PRIOR_P)
+            step_P = np.zeros(2)
+            step_P[:free] = np.linalg.solve(information_PP[:free, :free], gradient_P[:free])
+            for _ in range(_HALVINGS):
+                moved_P = np.clip(point_P - step_P, -_BOUND_P, _BOUND_P)
+                if (lower := self.cost(moved_P)) < cost:
+                    break
+                step_P /= 2
+            else:
+                break
+            change = np.abs(moved_P - point_P).max()
+            point_P, cost = moved_P, lower
+            if change < _CLOSE:
+                break
+        return point_P
+
+
+# ----------------------------------------------------------------------------
+# Is a scaling better than none? Judged on conversations that it was not fitted on.
+#
+#     refused   T_k or b_k at its bound;  or the log loss is not lower;  or the ECE, mean over the positions, is higher
+#               by more than its noise: the standard deviation of the difference over resampled conversations
+#
+# Conversations are resampled rather than rounds, because the rounds of one conversation are alike.
+# Shapes: C conversations, R resamples.
+# ----------------------------------------------------------------------------
+
+
+_RESAMPLES = 200
+
+
+def refusal(held_out: Sequence[Rounds], scaling: Scaling) -> str | None:
+    """The reason why a scaling is not worth storing, with its figures; None where it is.
+
+    Args:
+        held_out: rounds of each conversation, none of which was fitted on.
+    """
+    points_KP = np.stack((np.log(scaling.temperatures), scaling.offsets), axis=1)
+    at_bound = [str(k + 1) for k in np.flatnonzero((np.abs(points_KP) >= _BOUND_P - 1e-6).any(axis=1))]
+    without, tried = (_Held.of(held_out, s) for s in (Scaling.identity(len(scaling.temperatures)), scaling))
+    once_C = np.ones((1, len(held_out)))
+    chances_C = np.full(len(held_out), 1 / len(held_out))
+    drawn_RC = np.random.default_rng(0).multinomial(len(held_out), chances_C, size=_RESAMPLES).astype(np.float64)
+    noise = float((tried.ece(drawn_RC) - without.ece(drawn_RC)).std())
+    (before,), (after,) = without.ece(once_C), tried.ece(once_C)
+    if not at_bound and tried.loss < without.loss and after <= before + noise:
+        return None
+    bounds = f"the fit of position {', '.join(at_bound)} is at its bound; " if at_bound else ""
+    return (
+        f"{bounds}on held-out conversations ECE {before:.3f} without, {after:.3f} with; "
+        f"log loss {without.loss:.4f} without, {tried.loss:.4f} with"
+    )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A scaling on held-out conversations: mean log loss, and sums per bin of prediction - outcome."""
+
+    loss: float
+    gaps_CKM: Floats
+    counts_CK: Floats
+
+    @staticmethod
+    def of(held_out: Sequence[Rounds], scaling: Scaling) -> _Held:
+        width, total = len(scaling.temperatures), 0.0
+        gaps_CKM, counts_CK = np.zeros((len(held_out), width, BINS)), np.zeros((len(held_out), width))
+        for c, rounds in enumerate(held_out):
+            for k in range(width):
+                predicted_N, outcome_N = at_position(rounds, scaling, k + 1)
+                found = reliability(predicted_N, outcome_N)
+                gaps_CKM[c, k], counts_CK[c, k] = found.predicted_M - found.happened_M, len(outcome_N)
+                total += float(log_loss(predicted_N, outcome_N).sum())
+        return _Held(total / counts_CK.sum(), gaps_CKM, counts_CK)
+
+    def ece(self, weights_RC: Floats) -> Floats:
+        """Mean ECE over the positions [R], each conversation taken `weights_RC` times."""
+        gaps_RK = np.abs(np.einsum("rc,ckm->rkm", weights_RC, self.gaps_CKM)).sum(-1)
+        errors_R: Floats = (gaps_RK / np.maximum(weights_RC @ self.counts_CK, 1)).mean(-1)
+        return errors_R
+
+
+# ----------------------------------------------------------------------------
+# argmax_w,b  sum_n log P(accepted_n | f_n, k_n) - ridge |w|^2 / 2,   P = sigmoid(w . f + b_k)
+#
+# Logistic regression for drafters without a confidence head (`CertaintyEstimator`), by Newton's method, one bias per
+# position. A position counts where all before it were accepted, because c_k is a conditional probability.
+# Shapes: F features, S samples, P = F + K parameters.
+# ----------------------------------------------------------------------------
+
+
+_RIDGE = 1e-2  # the weight of 0.01 samples; keeps parameters finite where all outcomes are equal
+
+
+def fit_estimator(rounds: Rounds) -> CertaintyEstimator:
+    """Fit the estimator to rounds with features. A position that was never reached gets the bias 0."""
+    assert rounds.features_NKF is not None
+    _, gamma, count = rounds.features_NKF.shape
+    positions_K = np.arange(gamma)
+    reached_NK = (positions_K <= rounds.accepted_N[:, None]) & (positions_K < rounds.admitted_N[:, None])
+    place_S = np.nonzero(reached_NK)[1]
+    inputs_SP = np.concatenate((rounds.features_NKF[reached_NK], np.eye(gamma)[place_S]), axis=1)
+    outcome_S = (positions_K < rounds.accepted_N[:, None])[reached_NK].astype(np.float64)
+    found_P = np.zeros(count + gamma)
+    for _ in range(_STEPS):
+        predicted_S = sigmoid(inputs_SP @ found_P)
+        gradient_P = inputs_SP.T @ (outcome_S - predicted_S) - _RIDGE * found_P
+        curvature_PP = (inputs_SP.T * (predicted_S * (1 - predicted_S))) @ inputs_SP + _RIDGE * np.eye(len(found_P))
+        step_P = np.linalg.solve(curvature_PP, gradient_P)
+        found_P += step_P * min(1.0, 5.0 / max(np.abs(step_P).max(), 1e-12))
+        if np.abs(step_P).max() < _CLOSE:
+            break
+    return CertaintyEstimator(found_P[:count].tolist(), found_P[count:].tolist())
+
+
+def with_estimates(rounds: Rounds, estimator: CertaintyEstimator) -> Rounds:
+    """The same rounds with raw confidences computed by `estimator`."""
+    assert rounds.features_NKF is not None
+    raw_NK = sigmoid(rounds.features_NKF @ np.array(estimator.weights) + np.array(estimator.biases))
+    return dataclasses.replace(rounds, confidences_NK=raw_NK)
+
+
+# ----------------------------------------------------------------------------
+# Fit and measure: temperatures and offsets from one part of the conversations, figures from the other.
+#
+# Both use the rounds that decoding takes. Blocks in the middle of accepted runs are easier, and confidences that are
+# right for those are too high in decoding. An estimator is fitted to all blocks.
+# ----------------------------------------------------------------------------
+
+
+_FEWEST_ROUNDS = 100  # a 20-bin error of fewer is mostly noise
+
+
+class Bins(BaseModel):
+    """A reliability diagram: the bins that hold rounds, in rising order.
+
+    Of each: how many rounds, the mean of their predictions, and the share of them whose positions 1..k were accepted.
+    """
+
+    rounds: list[int]
+    predicted: list[float]
+    accepted: list[float]
+
+
+class Quality(BaseModel):
+    """Errors of the survival a_k against "positions 1..k accepted", one value per position."""
+
+    ece: list[float]
+    ece_noise: list[float]  # ECE that perfect confidences would show by chance in as many rounds
+    brier: list[float]
+    roc_auc: list[float | None]  # None: never or always accepted
+    reliability: list[Bins] = []  # []: not recorded, as with drafters that were calibrated before it was
+
+
+class ScalingError(BaseModel):
+    """ECE of the survival by position on one task's rounds, or on those of all (`task` ""), under one scaling.
+
+    None where no round verified a position.
+    """
+
+    task: str
+    scaling: Literal["none", "temperatures", "temperatures and offsets"]
+    rounds: int
+    ece: list[float | None]
+    ece_noise: list[float | None]  # as in Quality
+
+
+class Calibration(BaseModel):
+    """`calibration` of outrider.json. `before` and `after` are measured on rounds that were not fitted on."""
+
+    temperatures: list[float]
+    offsets: list[float]
+    estimator: dict[str, list[float]] | None  # None: the drafter has a confidence head
+    fitted_on: list[str]
+    measured_on: list[str]
+    fit_rounds: int
+    measured_rounds: int
+    before: Quality
+    after: Quality
+    temperatures_alone: list[float] = []  # fitted without offsets; []: not recorded, by earlier versions
+    errors: list[ScalingError] = []  # without scaling, with these temperatures, and with temperatures and offsets
+    sampling: dict[str, Any]
+    max_new_tokens: int
+    versions: dict[str, str]
+    machine: dict[str, Any]
+
+    @property
+    def scaling(self) -> Scaling:
+        return Scaling(self.temperatures, self.offsets)
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """A fitted calibration and its rounds: `fit` and `held_out` as decoding takes them, `measured` all, by task.
+
+    Args:
+        held_out: rounds of each conversation.
+        alone: temperatures fitted without offsets, as Sequential Temperature Scaling has them.
+        refused: see `refusal`; None where the scaling is worth storing.
+    """
+
+    calibration: Calibration
+    fit: Rounds
+    held_out: list[Rounds]
+    measured: TaskRounds
+    alone: Scaling
+    refused: str | None
+
+    @property
+    def storable(self) -> bool:
+        """Whether there is something to store: a scaling that is not refused, or an estimator alone."""
+        return self.refused is None or self.calibration.estimator is not None
+
+    @property
+    def unfitted(self) -> Calibration:
+        """The calibration with temperatures of 1 and offsets of 0, and what was measured so."""
+        none = Scaling.identity(len(self.calibration.temperatures))
+        changed = {"temperatures": none.temperatures, "offsets": none.offsets, "after": self.calibration.before}
+        return self.calibration.model_copy(update=changed)
+
+    @property
+    def serving(self) -> Scaling:
+        """The scaling to serve these confidences with: none where it was refused."""
+        scaling = self.calibration.scaling
+        return scaling if self.refused is None else Scaling.identity(len(scaling.temperatures))
+
+
+def calibrate(
+    collected: TaskRounds,
+    tasks: Sequence[str],
+    fit_tasks: Sequence[str],
+    settings: TaskSettings,
+    versions: dict[str, str],
+) -> CalibrationResult:
+    """Fit temperatures and offsets, and measure the confidences before and after on other conversations.
+
+    Where they are refused, an estimator is kept with temperatures of 1 and offsets of 0.
+
+    Args:
+        tasks: tasks of `collected` to measure on.
+        fit_tasks: tasks of `collected` to fit on; if empty, every other conversation of each of `tasks` is fitted on.
+        settings: what the rounds were decoded with.
+
+    Raises:
+        ValueError: too few rounds.
+    """
+    fit = [turns for task in fit_tasks or tasks for turns in collected[task][:: 1 if fit_tasks else 2]]
+    measured = {task: collected[task][0 if fit_tasks else 1 :: 1 if fit_tasks else 2] for task in tasks}
+    estimator = None
+    if any(rounds.features_NKF is not None for turns in fit for rounds in turns):
+        estimator = fit_estimator(Rounds.joined([rounds for turns in fit for rounds in turns]))
+        fit = [[with_estimates(rounds, estimator) for rounds in turns] for turns in fit]
+        measured = {
+            task: [[with_estimates(rounds, estimator) for rounds in turns] for turns in conversations]
+            for task, conversations in measured.items()
+        }
+    replay = settings.params.temperature == 0.0
+    fit_rounds = Rounds.joined(_enough(fit, replay, "to fit on"))
+    held_out = _enough([turns for found in measured.values() for turns in found], replay, "to measure on")
+    joined, scaling, alone = Rounds.joined(held_out), fit_sts(fit_rounds), fit_sts(fit_rounds, offsets=False)
+    rounds_of = {
+        task: [decoded_rounds(rounds) if replay else rounds for turns in found for rounds in turns]
+        for task, found in measured.items()
+    }
+    by_task = {task: Rounds.joined(found) for task, found in rounds_of.items() if found}
+    errors = scaling_errors(by_task | {"": joined}, alone, scaling)
+    refused = refusal(held_out, scaling)
+    if refused is not None and estimator is not None:
+        scaling = Scaling.identity(len(scaling.temperatures))
+    calibration = Calibration(
+        temperatures=scaling.temperatures,
+        offsets=scaling.offsets,
+        estimator=None if estimator is None else {k: list(v) for k, v in asdict(estimator).items()},
+        fitted_on=list(fit_tasks or tasks),
+        measured_on=list(tasks),
+        fit_rounds=len(fit_rounds.accepted_N),
+        measured_rounds=len(joined.accepted_N),
+        before=quality(joined, Scaling.identity(len(scaling.temperatures))),
+        after=quality(joined, scaling),
+        temperatures_alone=alone.temperatures,
+        errors=errors,
+        sampling=asdict(settings.params),
+        max_new_tokens=settings.max_new_tokens,
+        versions=versions,
+        machine=machine(),
+    )
+    return CalibrationResult(calibration, fit_rounds, held_out, measured=measured, alone=alone, refused=refused)
+
+
+def quality(rounds: Rounds, scaling: Scaling) -> Quality:
+    """ECE (20 bins), Brier score, ROC-AUC and reliability of the survival at each position."""
+    pairs = [at_position(rounds, scaling, k) for k in range(1, len(scaling.temperatures) + 1)]
+    return Quality(
+        ece=[ece(*pair) for pair in pairs],
+        ece_noise=[ece_noise(predicted_N) for predicted_N, _ in pairs],
+        brier=[brier(*pair) for pair in pairs],
+        roc_auc=[roc_auc(*pair) for pair in pairs],
+        reliability=[_bins(reliability(*pair)) for pair in pairs],
+    )
+
+
+def scaling_errors(tasks: Mapping[str, Rounds], alone: Scaling, scaling: Scaling) -> list[ScalingError]:
+    """The errors of each task's rounds without scaling, with temperatures `alone`, and with `scaling`."""
+    width = len(scaling.temperatures)
+    kinds: dict[Any, Scaling] = {"none": Scaling.identity(width), "temperatures": alone}
+    kinds["temperatures and offsets"] = scaling
+    found = []
+    for task, rounds in tasks.items():
+        for kind, tried in kinds.items():
+            predictions = [at_position(rounds, tried, k) for k in range(1, width + 1)]
+            found.append(
+                ScalingError(
+                    task=task,
+                    scaling=kind,
+                    rounds=len(rounds.accepted_N),
+                    ece=[ece(*pair) if len(pair[0]) else None for pair in predictions],
+                    ece_noise=[ece_noise(pair[0]) if len(pair[0]) else None for pair in predictions],
+                )
+            )
+    return found
+
+
+def _bins(found: Reliability) -> Bins:
+    full = found.count_M > 0
+    count_M = found.count_M[full]
+    means_M, shares_M = (np.round(sums_M[full] / count_M, 4) for sums_M in (found.predicted_M, found.happened_M))
+    return Bins(rounds=count_M.tolist(), predicted=means_M.tolist(), accepted=shares_M.tolist())
+
+
+def _enough(conversations: Sequence[Sequence[Rounds]], replay: bool, purpose: str) -> list[Rounds]:
+    """The rounds that decoding takes, by conversation; at least `_FEWEST_ROUNDS`.
+
+    `replay`: the collected blocks follow every token.
+    """
+    parts = [
+        Rounds.joined([decoded_rounds(rounds) if replay else rounds for rounds in turns])
+        for turns in conversations
+        if turns
+    ]
+    found = sum(len(part.accepted_N) for part in parts)
+    if found < _FEWEST_ROUNDS:
+        raise ValueError(
+            f"{found} decode rounds {purpose} are too few, {_FEWEST_ROUNDS} is the least: give more prompts "
+            "(--max-samples) or longer responses (--max-new-tokens)."
+        )
+    return parts
+
+
+def decoded_rounds(rounds: Rounds) -> Rounds:
+    """The rounds that decoding with whole blocks takes, of the blocks after every token of one text."""
+    places, place = list[int](), 0
+    while place < len(rounds.accepted_N):
+        places.append(place)
+        place += int(rounds.accepted_N[place]) + 1
+    return rounds.chosen(np.array(places, dtype=np.int64))
+
+
+# ----------------------------------------------------------------------------
+# Threshold sweep, a curve per task (Figure 5 of DSpark, arXiv 2607.05147). Per threshold t:
+#
+#     l = longest prefix with every c_k >= t,   tokens per step = mean(min(accepted, l) + 1),
+#     acceptance rate = sum min(accepted, l) / sum l
+#
+# At temperature 0 blocks were drafted after every token, so decoding is replayed exactly: the next block follows what
+# was committed. Rounds sampled at a temperature cannot be replayed; each is cut where it stands.
+# ----------------------------------------------------------------------------
+
+
+THRESHOLDS = [round(0.05 * i, 2) for i in range(20)]
+
+
+class SweepPoint(BaseModel):
+    """One task at one threshold. `acceptance_rate` is None where nothing was verified."""
+
+    task: str
+    threshold: float
+    steps: int
+    tokens_per_step: float
+    verified_per_step: float
+    acceptance_rate: float | None
+
+
+def sweep(
+    tasks: TaskRounds, scaling: Scaling, replay: bool, thresholds: Sequence[float] = tuple(THRESHOLDS)
+) -> list[SweepPoint]:
+    """Tokens per step and acceptance rate of each task at each threshold, with calibrated confidences.
+
+    Args:
+        replay: the rounds of a turn are blocks after every token of one text.
+    """
+    points = []
+    for task, conversations in tasks.items():
+        turns = [rounds for turns in conversations for rounds in turns if len(rounds.accepted_N)]
+        if not turns:  # the task's only conversation was fitted on
+            continue
+        calibrated = [scaling.apply(rounds.confidences_NK) for rounds in turns]
+        for threshold in thresholds:
+            played = [
+                pair
+                for rounds, confidences_NK in zip(turns, calibrated, strict=True)
+                for pair in _steps(rounds.accepted_N, _lengths(confidences_NK, rounds.admitted_N, threshold), replay)
+            ]
+            accepted, verified = (int(total) for total in np.sum(played, axis=0))
+            points.append(
+                SweepPoint(
+                    task=task,
+                    threshold=threshold,
+                    steps=len(played),
+                    tokens_per_step=accepted / len(played) + 1,
+                    verified_per_step=verified / len(played),
+                    acceptance_rate=accepted / verified if verified else None,
+                )
+            )
+    return points
+
+
+def _lengths(confidences_NK: Floats, admitted_N: Ints, threshold: float) -> Ints:
+    passing_NK = confidences_NK >= threshold  # NaN at unverified positions does not pass
+    lengths_N: Ints = np.minimum(np.logical_and.accumulate(passing_NK, axis=1).sum(axis=1), admitted_N)
+    return lengths_N
+
+
+def _steps(accepted_N: Ints, lengths_N: Ints, replay: bool) -> Iterator[tuple[int, int]]:
+    """(accepted, verified) of each step that decoding takes."""
+    place = 0
+    while place < len(accepted_N):
+        left = len(accepted_N) - place - 1 if replay else int(accepted_N[place])  # the text may end inside the block
+        accepted = int(min(accepted_N[place], lengths_N[place], left))
+        yield accepted, int(lengths_N[place])
+        place += accepted + 1 if replay else 1
