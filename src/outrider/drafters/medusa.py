@@ -176,8 +176,8 @@ class HeadsDrafter(ModuleDrafter[H], ABC):
 # Lossless either way, for any shape: verification accepts a chosen node with the target's own probability of it, a
 # drawn one by the exact rule (decoding/verification.py). There are no confidences. Source: Medusa, arXiv 2401.10774,
 # section 2.1.2, which chooses at any temperature. Drawing was accepted more often: of four siblings at the shipped
-# DSpark drafter's first position one was, 0.38 of the time instead of 0.34 at temperature 1, 0.44 instead of 0.42 at 0.7 (180
-# and 126 positions of SmolLM2-135M's text).
+# DSpark drafter's first position one was, 0.38 of the time instead of 0.34 at temperature 1, 0.44 instead of 0.42 at
+# 0.7 (180 and 126 positions of SmolLM2-135M's text).
 # Shapes: R requests, N nodes.
 # ----------------------------------------------------------------------------
 

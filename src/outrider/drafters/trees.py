@@ -163,8 +163,8 @@ def measured_accuracy(ranks_NK: Tensor, known_NK: Tensor, ranks: int = 10) -> li
 # A rank of the shape is a place in the order of drawing, which is the order of trial. The shape is settled before the
 # first draw; nodes that the support is too small for are left out with all below them, which p alone decides. Warps and
 # penalties are those of the request, so p_d is what was drawn from, and verification may use the exact rule for
-# siblings without replacement (decoding/verification.py). A drawn first sibling is accepted with 1 - TV(p_t, p_d) instead
-# of p_t of the likeliest token.
+# siblings without replacement (decoding/verification.py). A drawn first sibling is accepted with 1 - TV(p_t, p_d)
+# instead of p_t of the likeliest token.
 #
 # Sources: SpecInfer, arXiv 2305.09781; without replacement: Jeon et al., arXiv 2402.14160.
 # Shapes: R requests, P inner nodes of one depth, k tokens known, V target vocab, Vd draft vocab.
