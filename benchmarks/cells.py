@@ -52,13 +52,13 @@ from outrider.data.sources import load_prompts
 from outrider.decoding.batch import Request
 from outrider.decoding.cost import Profile
 from outrider.decoding.engine import Engine
+from outrider.decoding.profile import setting_of
 from outrider.decoding.request import StopRules
 from outrider.drafters.ngram import HybridDrafter
 from outrider.evaluation.loadtest.load import Ask
 from outrider.evaluation.loadtest.simulate import SimulatedEngine
 from outrider.evaluation.loadtest.traces import Traces
 from outrider.evaluation.loadtest.traces import record as record_traces
-from outrider.evaluation.profile import setting_of
 from outrider.sampling import SamplingParams
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import Target, load_target

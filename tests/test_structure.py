@@ -23,11 +23,11 @@ ROOMS = [  # a room imports itself and the rooms before it (docs/architecture.md
     "decoding",
     "backends",
     "data",
+    "api",
     "training",
     "evaluation",
     "serving",
     "report",
-    "api",
     "doctor",
     "cli",
 ]

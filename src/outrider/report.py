@@ -38,6 +38,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION
 from outrider.decoding.cost import Profile
+from outrider.decoding.profile import PLAIN_WIDTH, break_even
 from outrider.evaluation import comparison as compared
 from outrider.evaluation import report as evaluated
 from outrider.evaluation.calibration.fit import Calibration, SweepPoint
@@ -47,7 +48,6 @@ from outrider.evaluation.loadtest import plots as loads
 from outrider.evaluation.loadtest.metrics import Frontier, speedups, table_rows
 from outrider.evaluation.loadtest.simulate import errors_of, load_validation, validation_rows
 from outrider.evaluation.model_card import calibration_rows, eval_command
-from outrider.evaluation.profile import PLAIN_WIDTH, break_even
 from outrider.evaluation.results import Results
 from outrider.evaluation.verdict import comparison_verdict, cost_verdict, drafter_verdict, load_verdict, pooled
 from outrider.training.logging import Groups, plot_training, read_metrics

@@ -21,12 +21,12 @@ from outrider.decoding.drafting import Drafting
 from outrider.decoding.engine import Engine
 from outrider.decoding.gate import AlwaysDraft, SkipDrafting
 from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, ThresholdPolicy
+from outrider.decoding.profile import MachineProfile, setting_of
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft import TreeSize
 from outrider.drafters.ngram import HybridDrafter
 from outrider.evaluation.evaluate import evaluate
-from outrider.evaluation.profile import MachineProfile, setting_of
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from tests.toys.profiles import cells_of, linear, profile_of

@@ -28,6 +28,7 @@ from outrider.checkpoints.published import published_for
 from outrider.cli import options as opt
 from outrider.cli.bench import kinds
 from outrider.cli.evaluate import other_choices
+from outrider.decoding.profile import ProfileConfig
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.draft import TREE_FORM
@@ -38,7 +39,6 @@ from outrider.drafters.registry import tree_methods
 from outrider.evaluation.comparison import conditions_of, differences
 from outrider.evaluation.loadtest.metrics import Sla
 from outrider.evaluation.model_card import eval_command, measured
-from outrider.evaluation.profile import ProfileConfig
 from outrider.evaluation.results import Results
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import load_target

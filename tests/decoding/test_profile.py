@@ -20,17 +20,13 @@ from typer.testing import CliRunner
 
 import outrider.cli.calibrate as profile_verb
 import outrider.cli.main as main
-import outrider.evaluation.profile as profile_module
+import outrider.decoding.profile as profile_module
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.batch import Request, StepRecord
 from outrider.decoding.cost import Additive, Cell, LearnedCost, Profile, SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.policies import PrefixScheduler, StepView
-from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
-from outrider.drafters.draft import Draft
-from outrider.drafters.dspark import DSpark
-from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
-from outrider.evaluation.profile import (
+from outrider.decoding.profile import (
     ProfileConfig,
     break_even,
     forward_jobs,
@@ -39,6 +35,10 @@ from outrider.evaluation.profile import (
     shape_digest,
     sweep,
 )
+from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
+from outrider.drafters.draft import Draft
+from outrider.drafters.dspark import DSpark
+from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target, load_target
 from outrider.target.paged import PagedKV, Span

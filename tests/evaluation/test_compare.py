@@ -12,7 +12,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, save_drafter, with_block_size
+from outrider.checkpoints.describe import DrafterInfo, TrainingInfo
 from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark
@@ -40,10 +41,9 @@ from outrider.evaluation.draft_cost import (
     cost_cells,
     measure_costs,
     sample_text,
-    with_block_size,
 )
 from outrider.evaluation.model_card import verified
-from outrider.evaluation.results import DrafterInfo, Results, TrainingInfo
+from outrider.evaluation.results import Results
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import load_target
 from outrider.training.batches import Schedule

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import outrider.api.model as api
 import outrider.checkpoints.published as shipped_module
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint, read_metadata, save_drafter
+from outrider.checkpoints.describe import DrafterInfo
 from outrider.checkpoints.published import shipped_drafter
 from outrider.decoding.generate import Chunk
 from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
@@ -23,7 +24,7 @@ from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.heads import ConfidenceScaling, SampledScaling
 from outrider.evaluation.model_card import _taken, model_card
-from outrider.evaluation.results import DrafterInfo, Results
+from outrider.evaluation.results import Results
 from outrider.target.hub import EMBEDDED_ID, canonical_id
 from tests.toys.command_line import Run, check_error
 from tests.toys.dialects import released_medusa

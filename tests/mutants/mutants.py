@@ -1580,14 +1580,14 @@ MUTANTS: list[Mutant] = [
             "times of drafts that a busy machine spoilt count as steady",
             "float(max([forwards, *((high - low) / median for low, median, high in drafts)]))",
             "float(max([forwards, *((high - low) / median for low, median, high in drafts[:0])]))",
-            "tests/evaluation/test_machine_profile.py::test_it_is_kept_by_its_spread",
+            "tests/decoding/test_machine_profile.py::test_it_is_kept_by_its_spread",
         ),
         (
             "cost_longer_context_without_steps",
             "the first row of a longer context has no steps between its few cells",
             "self._seconds_RSB[0, s - 1] if s else self.theta",
             "self.theta",
-            "tests/evaluation/test_machine_profile.py"
+            "tests/decoding/test_machine_profile.py"
             "::test_a_sparse_grid_has_few_shapes_and_its_table_the_steps_of_the_first_row",
         ),
     ),
@@ -2820,7 +2820,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "evaluation/profile.py",
+        "decoding/profile.py",
         "tests/decoding/test_profile.py::test_steps_without_drafts_are_timed_without_the_drafter",
         (
             "profile_other_with_drafts",
@@ -2844,28 +2844,28 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "evaluation/profile.py",
-        "tests/evaluation/test_machine_profile.py",
+        "decoding/profile.py",
+        "tests/decoding/test_machine_profile.py",
         (
             "machine_profile_of_any_weights",
             "two targets of one name and of other shapes share a profile",
             "about = [setting.model_dump(), shapes,",
             "about = [setting.model_dump(),",
-            "tests/evaluation/test_machine_profile.py::test_what_costs_follow_from_has_a_file_of_its_own",
+            "tests/decoding/test_machine_profile.py::test_what_costs_follow_from_has_a_file_of_its_own",
         ),
         (
             "machine_profile_unchecked",
             "a profile that was copied from another machine is used",
             "        profile.check(setting)\n",
             "",
-            "tests/evaluation/test_machine_profile.py::test_a_damaged_or_foreign_file_is_measured_again",
+            "tests/decoding/test_machine_profile.py::test_a_damaged_or_foreign_file_is_measured_again",
         ),
         (
             "machine_profile_uneven_for_ever",
             "a profile that a busy machine spoilt is used as long as a steady one",
             "profile.spread <= STEADY",
             "True",
-            "tests/evaluation/test_machine_profile.py::test_it_is_kept_by_its_spread",
+            "tests/decoding/test_machine_profile.py::test_it_is_kept_by_its_spread",
         ),
         (
             "machine_profile_measured_by_all",
@@ -2873,7 +2873,7 @@ MUTANTS: list[Mutant] = [
             "        known = _read(path, setting)\n        if known is not None:\n"
             "            return MachineProfile(known, path, None)\n        say(",
             "        say(",
-            "tests/evaluation/test_machine_profile.py::test_of_several_processes_one_measures",
+            "tests/decoding/test_machine_profile.py::test_of_several_processes_one_measures",
         ),
     ),
     *_of(

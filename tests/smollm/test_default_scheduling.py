@@ -11,7 +11,7 @@ import outrider
 import outrider.api.scheduling as scheduling
 from outrider.decoding.gate import SkipDrafting
 from outrider.decoding.policies import FixedPolicy, LookAhead
-from outrider.evaluation.profile import machine_profile
+from outrider.decoding.profile import machine_profile
 from outrider.target.hub import EMBEDDED_ID
 from outrider.utils.files import cache_dir
 from tests.toys.command_line import Run

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.evaluation.results import DrafterInfo, Results, TaskResult, TrainingInfo
+from outrider.checkpoints.describe import DrafterInfo, TrainingInfo
+from outrider.evaluation.results import Results, TaskResult
 
 
 def task_result(name: str, tau: float, **changes: Any) -> TaskResult:

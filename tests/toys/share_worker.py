@@ -17,13 +17,13 @@ import torch
 from outrider.backends.local import NamedDrafter, choose_variants, engine_config, local_engines
 from outrider.backends.transformers import load_causal_lm
 from outrider.checkpoints.checkpoint import load_checkpoint
+from outrider.checkpoints.describe import DrafterInfo
 from outrider.data.sources import TaskSettings
 from outrider.evaluation.evaluate import evaluate
 from outrider.evaluation.loadtest.engines import MeasuredEngine, compare_asked, transformers_engine
 from outrider.evaluation.loadtest.load import mixed_prompts
 from outrider.evaluation.loadtest.metrics import Journal, Sla
 from outrider.evaluation.loadtest.sweep import Sweep, Workload, run_workload
-from outrider.evaluation.results import DrafterInfo
 from outrider.target.model import load_target
 from outrider.utils.distributed import Ranks, join
 from tests.toys.tokenizer import byte_tokenizer

@@ -30,11 +30,11 @@ from outrider.utils.terminal import Terminal
 if TYPE_CHECKING:
     from outrider.backends.base import ExternalEngine, Speculation
     from outrider.backends.mlx.target import MLXTarget
+    from outrider.checkpoints.describe import DrafterInfo
     from outrider.checkpoints.published import Published
     from outrider.drafters.base import Drafter, DraftModule
     from outrider.drafters.draft import TreeSize
     from outrider.drafters.ngram import Library
-    from outrider.evaluation.results import DrafterInfo
     from outrider.target.model import Target
 
 AUTO, NONE, HYBRID = "auto", "none", "hybrid"
@@ -64,8 +64,8 @@ class OpenedDrafter:
 
     def info(self, label: str | None = None) -> DrafterInfo:
         """Who drafts, for results and comparisons; called `label`, or as its algorithm and the shape of its trees."""
+        from outrider.checkpoints.describe import DrafterInfo, TrainingInfo
         from outrider.drafters.base import draft_slots
-        from outrider.evaluation.results import DrafterInfo, TrainingInfo
 
         training = TrainingInfo.of(self.metadata)
         shape = f" {self.tree}" if self.tree is not None and self.tree.shaped else ""
@@ -136,10 +136,9 @@ class DrafterChoice:
             ValueError: no drafter or model there, it does not fit the target, or it has no such blocks, trees or
                 copies.
         """
-        from outrider.checkpoints.checkpoint import load_checkpoint
+        from outrider.checkpoints.checkpoint import load_checkpoint, with_block_size
         from outrider.drafters.language_model import StandaloneConfig, StandaloneDrafter
         from outrider.drafters.ngram import HybridDrafter
-        from outrider.evaluation.draft_cost import with_block_size
         from outrider.target.model import load_target
 
         if library is not None and not self.hybrid:

@@ -22,8 +22,8 @@ from outrider.api.drafter import OpenedDrafter
 from outrider.backends.local import SKIP, build_variant
 from outrider.decoding.gate import DraftGate
 from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
+from outrider.decoding.profile import MachineProfile, machine_profile
 from outrider.drafters.base import Drafter
-from outrider.evaluation.profile import MachineProfile, machine_profile
 from outrider.target.model import DecodingTarget, Target
 
 UNGATED = "look-ahead"

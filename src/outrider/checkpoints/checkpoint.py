@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -315,3 +315,28 @@ def _section(metadata: Mapping[str, Any], name: str, model: type[Section]) -> Se
         first = error.errors()[0]
         where = ".".join(map(str, (name, *first["loc"])))
         raise ValueError(f"{METADATA}: {where}: {first['msg']}; run outrider calibrate again.") from error
+
+
+def with_block_size(checkpoint: Checkpoint, block_size: int) -> Checkpoint:
+    """A block drafter with another block size than it was trained with: same weights, more or fewer mask rows.
+
+    Its calibration is dropped, because it belongs to the positions of the other size (DFlash, arXiv 2602.06036).
+
+    Raises:
+        ValueError: not a block drafter, or a size that it cannot have.
+    """
+    drafter = checkpoint.weights.module
+    if not hasattr(drafter.config, "block_size"):
+        raise ValueError(f"block_size {block_size}: a {drafter.algorithm} drafter has no blocks; leave it out.")
+    other = type(drafter)(replace(drafter.config, block_size=block_size))
+    try:
+        other.load_state_dict(drafter.state_dict())
+    except RuntimeError as error:
+        raise ValueError(
+            f"block_size {block_size}: a {drafter.algorithm} drafter has weights for each position of its block; leave "
+            "it out."
+        ) from error
+    fitted = (CALIBRATION, SAMPLED_CALIBRATION)
+    metadata = {name: value for name, value in checkpoint.metadata.items() if name not in fitted}
+    weights = replace(checkpoint.weights, module=other.eval().requires_grad_(False))
+    return Checkpoint(weights, metadata)

@@ -6,10 +6,13 @@ hidden states, one more (speculators, vLLM's EAGLE-3), where 0 is the embedding'
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import (
@@ -154,3 +157,54 @@ def _calibration(stored: object) -> str:
     temperatures = stored.get("temperatures")
     count = len(temperatures) if isinstance(temperatures, list) else "?"
     return f"temperatures for {count} positions{', offsets' if any(stored.get('offsets') or ()) else ''}"
+
+
+# ----------------------------------------------------------------------------
+# The drafter as results name it, and what its training took.
+# ----------------------------------------------------------------------------
+
+_SUMMED = {"step": "steps", "anchors": "anchors", "training_seconds": "seconds"}
+_NOT_THE_METHOD = {"seed", "threads", "log_every", "eval_every", "save_every", "feature_cache_gb"}
+
+
+class TrainingInfo(BaseModel):
+    """The training budget and data of a drafter, from outrider.json.
+
+    `steps`, `anchors` and `seconds` are sums over all trainings behind it, None if one of them did not record it.
+    `samples` and `response_tokens` are those of the last training. `recipe_sha256` is of the recipe without its seed.
+    """
+
+    steps: int | None = None
+    anchors: int | None = None  # blocks that gave a loss
+    seconds: float | None = None
+    samples: int | None = None
+    response_tokens: int | None = None
+    samples_sha256: str | None = None
+    seed: int | None = None
+    recipe_sha256: str | None = None
+
+    @staticmethod
+    def of(metadata: Mapping[str, Any]) -> TrainingInfo | None:
+        """From the contents of outrider.json; None where it records no training."""
+        if "step" not in metadata:
+            return None
+        fields: dict[str, Any] = {}
+        for key, name in _SUMMED.items():
+            parts = [run.get(key) for run in (*metadata.get("history", []), metadata)]
+            fields[name] = None if None in parts else sum(parts)
+        fields |= {name: metadata.get(name) for name in ("samples", "response_tokens", "samples_sha256")}
+        recipe = metadata.get("recipe", {})
+        method = {name: value for name, value in recipe.items() if name not in _NOT_THE_METHOD}
+        digest = hashlib.sha256(json.dumps(method, sort_keys=True).encode()).hexdigest()
+        return TrainingInfo(**fields, seed=recipe.get("seed"), recipe_sha256=digest)
+
+
+class DrafterInfo(BaseModel):
+    """The drafter of an evaluation. Seeds of one drafter share a label."""
+
+    label: str
+    algorithm: str
+    gamma: int = Field(ge=0, lt=2**16)
+    nodes: int | None = None  # most draft tokens of one forward: more than gamma where drafts branch
+    parameters: int | None = None  # its own; embedding and LM head are the target's
+    training: TrainingInfo | None = None  # None: not trained by Outrider

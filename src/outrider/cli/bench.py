@@ -225,7 +225,7 @@ def named_drafters(
     """
     from outrider.backends.local import NamedDrafter
     from outrider.decoding.cost import Profile
-    from outrider.evaluation.profile import setting_of
+    from outrider.decoding.profile import setting_of
 
     costs = {path: Profile.load(path) for path in profiles}
     settings = {name: setting_of(target, one.drafter) for name, (_, _, one) in opened.items()}
@@ -688,10 +688,10 @@ def record_traces(
 ) -> Traces:
     """Decode the prompts a load test would ask, with a draft at every position."""
     from outrider.data.sources import prompts_label
+    from outrider.decoding.profile import setting_of
     from outrider.decoding.request import StopRules
     from outrider.evaluation.loadtest.load import mixed_prompts
     from outrider.evaluation.loadtest.traces import record
-    from outrider.evaluation.profile import setting_of
 
     choice = require_drafter(drafter, target, thinking)
     warn_of_thinking(choice, thinking)

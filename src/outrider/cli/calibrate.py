@@ -315,8 +315,8 @@ def profile_command(
 ) -> None:
     """Measure the cost of a step on this machine, for load-aware policies."""
     from outrider.backends.sglang import TABLE_FILE, write_sps_table
+    from outrider.decoding.profile import PLAIN_WIDTH, ProfileConfig, measure_profile
     from outrider.drafters.base import draft_slots
-    from outrider.evaluation.profile import PLAIN_WIDTH, ProfileConfig, measure_profile
     from outrider.evaluation.report import plot_profile
 
     set_up(threads)
@@ -365,7 +365,7 @@ def summary(profile: Profile, context: int, rows: int) -> list[str]:
     """Five lines (plain step, drafts, their verification, break-even, fit of the additive form) and the verdict."""
     import numpy as np
 
-    from outrider.evaluation.profile import break_even
+    from outrider.decoding.profile import break_even
 
     counts = (profile.other.requests[0], profile.other.requests[-1])
     forwards = {n: [float(profile.table.seconds(np.array([n * k]), n, context)[0]) for k in (1, rows)] for n in counts}

@@ -15,18 +15,12 @@ from rich.table import Table
 
 from outrider.api.drafter import DrafterChoice, recommended_threshold
 from outrider.backends.local import NO_SPECULATION, Kinds, default_variants, match_variants, variant_of
-from outrider.checkpoints.checkpoint import load_checkpoint
+from outrider.checkpoints.checkpoint import load_checkpoint, with_block_size
 from outrider.cli.common import split_names
 from outrider.data.regenerate import DataSection
 from outrider.data.responses import TOKEN_BYTES, join_turns, read_responses
 from outrider.data.sources import load_tasks
-from outrider.doctor.examine import QUICK_SAMPLES, QUICK_TOKENS
-from outrider.drafters.base import DraftModule
-from outrider.drafters.language_model import StandaloneConfig
-from outrider.drafters.ngram import NgramConfig
-from outrider.evaluation.draft_cost import WARM_UP, with_block_size
-from outrider.evaluation.experiment import ExperimentTable, Stage, as_overrides
-from outrider.evaluation.profile import (
+from outrider.decoding.profile import (
     FEWEST_SWEEPS,
     PLAIN_WIDTH,
     READ,
@@ -34,6 +28,12 @@ from outrider.evaluation.profile import (
     ProfileConfig,
     grid,
 )
+from outrider.doctor.examine import QUICK_SAMPLES, QUICK_TOKENS
+from outrider.drafters.base import DraftModule
+from outrider.drafters.language_model import StandaloneConfig
+from outrider.drafters.ngram import NgramConfig
+from outrider.evaluation.draft_cost import WARM_UP
+from outrider.evaluation.experiment import ExperimentTable, Stage, as_overrides
 from outrider.target.model import count_layers
 from outrider.training.dataset import recipe_prompts, responses_path
 from outrider.training.estimate import (

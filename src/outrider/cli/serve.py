@@ -302,7 +302,7 @@ def build_server(
     from outrider.api.scheduling import by_profile
     from outrider.decoding.cost import Profile
     from outrider.decoding.engine import Engine
-    from outrider.evaluation.profile import MachineProfile, setting_of
+    from outrider.decoding.profile import MachineProfile, setting_of
     from outrider.serving.app import Limits, Server
     from outrider.serving.metrics import ServerMetrics
     from outrider.serving.worker import Worker

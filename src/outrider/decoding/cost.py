@@ -3,7 +3,7 @@
     seconds of one step  =  drafting for D requests  +  one target forward of B tokens  +  the rest;   SPS = 1 / seconds
 
 What is spent whatever a policy decides (drafting, bookkeeping) counts too: tau / (fixed + forward(B)) peaks at a larger
-B than tau / forward(B). `Profile` holds these costs as measured on one machine (evaluation/profile.py measures them).
+B than tau / forward(B). `Profile` holds these costs as measured on one machine (decoding/profile.py measures them).
 """
 
 from __future__ import annotations

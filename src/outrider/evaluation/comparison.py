@@ -25,9 +25,10 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from outrider.checkpoints.describe import DrafterInfo
 from outrider.evaluation.draft_cost import DraftCosts, cost_markdown
 from outrider.evaluation.model_card import WHOLE, listed, verified
-from outrider.evaluation.results import DrafterInfo, Results, TaskResult
+from outrider.evaluation.results import Results, TaskResult
 from outrider.evaluation.verdict import Speedup
 from outrider.training.logging import read_metrics
 from outrider.utils.files import invalid_fields

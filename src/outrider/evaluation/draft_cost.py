@@ -14,7 +14,6 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION, Checkpoint
+from outrider.checkpoints.describe import DrafterInfo
 from outrider.data.conversations import messages_of
 from outrider.data.sources import load_prompts, shipped_sets
+from outrider.decoding.profile import READ
 from outrider.drafters.base import DraftCall, Drafter
-from outrider.evaluation.profile import READ
-from outrider.evaluation.results import DrafterInfo
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.utils.measure import Clock, Quartiles, machine, quartiles, today
@@ -246,28 +244,3 @@ def cost_markdown(costs: DraftCosts) -> list[str]:
     """The table as lines of Markdown."""
     headings, *rows = cost_cells(costs)
     return [f"{cost_title(costs)}.", "", *markdown_table(headings, rows, text=("drafter",))]
-
-
-def with_block_size(checkpoint: Checkpoint, block_size: int) -> Checkpoint:
-    """A block drafter with another block size than it was trained with: same weights, more or fewer mask rows.
-
-    Its calibration is dropped, because it belongs to the positions of the other size (DFlash, arXiv 2602.06036).
-
-    Raises:
-        ValueError: not a block drafter, or a size that it cannot have.
-    """
-    drafter = checkpoint.weights.module
-    if not hasattr(drafter.config, "block_size"):
-        raise ValueError(f"block_size {block_size}: a {drafter.algorithm} drafter has no blocks; leave it out.")
-    other = type(drafter)(replace(drafter.config, block_size=block_size))
-    try:
-        other.load_state_dict(drafter.state_dict())
-    except RuntimeError as error:
-        raise ValueError(
-            f"block_size {block_size}: a {drafter.algorithm} drafter has weights for each position of its block; leave "
-            "it out."
-        ) from error
-    fitted = (CALIBRATION, SAMPLED_CALIBRATION)
-    metadata = {name: value for name, value in checkpoint.metadata.items() if name not in fitted}
-    weights = replace(checkpoint.weights, module=other.eval().requires_grad_(False))
-    return Checkpoint(weights, metadata)

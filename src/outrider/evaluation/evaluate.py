@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from outrider.checkpoints.describe import DrafterInfo
 from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings, load_tasks
@@ -34,7 +35,7 @@ from outrider.decoding.policies import FixedPolicy, Policy
 from outrider.decoding.request import StopRules, check_prompt
 from outrider.decoding.verification import TypicalAcceptance
 from outrider.drafters.base import Drafter, draft_slots
-from outrider.evaluation.results import DrafterInfo, Results, TaskResult
+from outrider.evaluation.results import Results, TaskResult
 from outrider.sampling import PositionNoise, SamplingParams, at_least_float32, warp
 from outrider.target.model import Target
 from outrider.utils.distributed import ALONE, Ranks

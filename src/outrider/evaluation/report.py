@@ -11,9 +11,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from outrider.decoding.cost import Profile
+from outrider.decoding.profile import break_even
 from outrider.evaluation.calibration.fit import Calibration, SweepPoint
 from outrider.evaluation.model_card import verified
-from outrider.evaluation.profile import break_even
 from outrider.evaluation.results import Results, TaskResult
 from outrider.evaluation.verdict import Speedup
 from outrider.utils.files import write_atomically

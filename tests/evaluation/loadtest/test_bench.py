@@ -22,6 +22,7 @@ from outrider.decoding.engine import Engine
 from outrider.decoding.gate import AlwaysDraft, SkipDrafting
 from outrider.decoding.generate import generate
 from outrider.decoding.policies import LookAhead
+from outrider.decoding.profile import ProfileConfig, measure_profile
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
@@ -50,7 +51,6 @@ from outrider.evaluation.loadtest.metrics import (
 )
 from outrider.evaluation.loadtest.plots import write_plots
 from outrider.evaluation.loadtest.sweep import Sweep, run_sweep
-from outrider.evaluation.profile import ProfileConfig, measure_profile
 from tests.toys.eagle3 import make_drafter
 from tests.toys.targets import toy_config, toy_target
 from tests.toys.tokenizer import byte_tokenizer

@@ -15,10 +15,10 @@ from outrider.backends.local import Kinds, NamedDrafter, choose_variants, is_ada
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.cli.common import load
 from outrider.cli.dry_run import bench_variants
+from outrider.decoding.profile import ProfileConfig, measure_profile
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.ngram import NgramDrafter
 from outrider.evaluation.loadtest.metrics import Frontier, Journal
-from outrider.evaluation.profile import ProfileConfig, measure_profile
 from tests.toys.drafters import make_mtp
 
 DRAFTERS = {

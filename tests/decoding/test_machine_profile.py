@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import outrider.evaluation.profile as module
+import outrider.decoding.profile as module
 from outrider.decoding.cost import Curve, Profile
+from outrider.decoding.profile import QUICK, ProfileConfig, grid, machine_profile, profile_path, setting_of
 from outrider.drafters.base import Drafter
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
-from outrider.evaluation.profile import QUICK, ProfileConfig, grid, machine_profile, profile_path, setting_of
 from outrider.target.model import Target
 from tests.toys.profiles import cells_of, linear, profile_of
 from tests.toys.targets import TOY_CONFIGS, random_target, toy_target
