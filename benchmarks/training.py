@@ -28,10 +28,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.straightforward import StraightforwardObjective
 from outrider.cli.common import load
+from outrider.contrib.domino import Domino
 from outrider.data.responses import Sample, join_turns
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash2 import DFlash2
-from outrider.drafters.domino import Domino
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.dataset import existing_responses, responses_path

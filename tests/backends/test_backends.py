@@ -42,7 +42,7 @@ from tests.toys.targets import TOY_CONFIGS
 from tests.toys.tokenizer import byte_tokenizer
 
 ENGINE = {engine.name: engine for engine in servers()}
-LAUNCHED = [engine for engine in servers() if engine.method_names]
+LAUNCHED = [engine for engine in servers() if engine.also_drafts]
 LEAST = Sla(600.0, 0.0)
 PROMPTS = [[70 + i, 80, 90] for i in range(6)]
 ASKS = [Ask(prompt) for prompt in PROMPTS]
@@ -360,7 +360,7 @@ def test_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [(engine.name, method) for engine in LAUNCHED for method in engine.dialects]
+    ("name", "method"), [(engine.name, method) for engine in LAUNCHED for method in engine.exports()]
 )
 def test_a_launched_engine_drafts_as_an_exports_command_says(name: str, method: str) -> None:
     parts = made(method).weights.folded()
@@ -374,7 +374,7 @@ def test_a_launched_engine_drafts_as_an_exports_command_says(name: str, method: 
 
 
 def test_what_can_be_launched_and_not_exported() -> None:
-    more = {engine.name: set(engine.method_names) - set(engine.dialects) for engine in LAUNCHED}
+    more = {engine.name: set(engine.also_drafts) - set(engine.exports()) for engine in LAUNCHED}
     assert more == {"vllm": {"lm", "ngram"}, "sglang": {"lm", "ngram"}, "llama.cpp": {"lm", "ngram", "eagle3"}}
 
 

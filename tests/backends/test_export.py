@@ -19,11 +19,11 @@ from outrider.backends.export import export_drafter, refusals, target_facts
 from outrider.backends.registry import MARKS, engine_of, export_table, exporters
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.checkpoints.dialects.base import TargetFacts
+from outrider.checkpoints.registry import methods
 from outrider.cli.main import app
 from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3
-from outrider.drafters.registry import METHODS
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.setup import load_start
@@ -34,7 +34,7 @@ from tests.toys.targets import randomise, toy_samples, toy_target
 from tests.toys.training import going_on
 
 Change = dict[str, Any]
-PAIRS = [(engine.name, method) for engine in exporters() for method in engine.dialects]
+PAIRS = [(engine.name, method) for engine in exporters() for method in engine.exports()]
 
 
 def facts_of(target: Target) -> TargetFacts:
@@ -65,12 +65,14 @@ def drafts(checkpoint: Checkpoint, target: Target) -> list[list[int]]:
 @torch.inference_mode()
 def test_an_export_drafts_as_its_source(tmp_path: Path, engine: str, method: str) -> None:
     target = toy_target("qwen3")
-    changes: Change = {} if method in engine_of(engine).whole_vocabulary else {"draft_vocab_size": VD}
+    changes: Change = {} if engine_of(engine).exports()[method].whole_vocabulary else {"draft_vocab_size": VD}
     before = made(method, **changes)
     exported = export_drafter(before, engine_of(engine), tmp_path / "out", facts_of(target))
     after = load_checkpoint(tmp_path / "out")
     assert drafts(after, target) == drafts(before, target)
-    assert bool(exported.written.fallbacks) == (method in ("domino", "medusa") or method in engine_of(engine).widens)
+    assert bool(exported.written.fallbacks) == (
+        method in ("domino", "medusa") or engine_of(engine).exports()[method].widens
+    )
     card = (tmp_path / "out" / "README.md").read_text()
     assert all(command in card for command in exported.commands) and "base_model: toys/target" in card
     assert all(sentence in card for sentence in exported.written.fallbacks)
@@ -106,7 +108,7 @@ def test_a_widened_drafter_drafts_as_before(tmp_path: Path, change: Change, own:
             assert not row_V.index_fill(0, ids, 0.0).any()
 
 
-@pytest.mark.parametrize("method", [method.name for method in METHODS])
+@pytest.mark.parametrize("method", [method.name for method in methods()])
 def test_the_table_of_engines_says_what_exports_do(method: str) -> None:
     headings, *rows = export_table()
     cells = dict(zip(headings, next(row for row in rows if row[0] == method), strict=True))
@@ -439,7 +441,7 @@ def test_the_commands_line(tmp_path: Path, toy: Path, monkeypatch: pytest.Monkey
     assert runner.invoke(app, verifier).exit_code == 0, "speculators' verifier names the target, as inspect says"
     monkeypatch.chdir(tmp_path)
     for engine in exporters():
-        made_for = "eagle3" if "eagle3" in engine.dialects else "dflash" if "dflash" in engine.dialects else "dspark"
+        made_for = "eagle3" if "eagle3" in engine.exports() else "dflash" if "dflash" in engine.exports() else "dspark"
         save_drafter(made(made_for), tmp_path / "any")
         local = runner.invoke(app, ["export", "any", "--to", engine.name, "--out", engine.name, "--target", toy.name])
         assert str(toy) in local.output, "a target of a relative path is named by its directory"

@@ -18,14 +18,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from outrider.checkpoints.checkpoint import load_checkpoint, save_drafter
-from outrider.checkpoints.dialects import dialect_for, dialects
 from outrider.checkpoints.dialects.base import Dialect
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import Eagle3Dialect
 from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.checkpoints.dialects.speculators import Speculators
-from outrider.checkpoints.dialects.zlab import JetSpecDialect, LiLiCorrDialect, SpecForgeDomino, ZLab, ZLab2
-from outrider.drafters.registry import method_of
+from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.checkpoints.registry import dialects, method_of
+from outrider.contrib.domino import SpecForgeDomino
+from outrider.contrib.jetspec import JetSpecDialect
+from outrider.contrib.lilicorr import LiLiCorrDialect
 from tests.toys.dialects import (
     FACTS,
     VD,
@@ -404,7 +406,7 @@ def test_a_damaged_draft_vocabulary(tmp_path: Path) -> None:
 
 REDUCED = [
     *[
-        (dialect_for(method_of(name)), name)
+        (method_of(name).saved_in, name)
         for name in ("dflash", "dflash2", "domino", "dspark", "eagle3", "hydra", "jetspec", "lilicorr")
     ],
     (Speculators(), "dspark"),

@@ -15,8 +15,8 @@ import outrider.checkpoints.published as published
 import outrider.checkpoints.published as shipped
 from outrider.api.drafter import DrafterChoice, choose_drafter, require_directory, require_drafter, warn_of_thinking
 from outrider.checkpoints.checkpoint import add_metadata
-from outrider.checkpoints.dialects import dialects
 from outrider.checkpoints.published import PUBLISHED, fetch, published_by, published_for
+from outrider.checkpoints.registry import dialects
 from outrider.cli.main import app
 from outrider.target import hub
 from tests.toys.command_line import Run

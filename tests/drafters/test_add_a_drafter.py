@@ -1,5 +1,5 @@
 """The drafter of docs/add-a-drafter.md (tests/toys/example_drafter.py) is trained, saved, loaded, served and refused by
-name where it has no place; the package is changed by its line in drafters/registry.py alone.
+name where it has no place; the package is changed by its line in checkpoints/registry.py alone.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import outrider.checkpoints.registry as catalogue
 import outrider.cli.evaluate as doctor
 import outrider.cli.evaluate as evaluate
 import outrider.cli.train as train
-import outrider.drafters.registry as catalogue
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
+from outrider.checkpoints.registry import Method
 from outrider.data.responses import read_responses
 from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
@@ -24,7 +25,6 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DrafterWeights
-from outrider.drafters.registry import Method
 from outrider.target.model import load_target
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.recipe import load_recipe
@@ -46,7 +46,7 @@ def test_the_page_shows_the_example_as_it_is() -> None:
 
 @pytest.fixture(autouse=True)
 def _line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "METHODS", (*catalogue.METHODS, BIGRAM))
+    monkeypatch.setattr(catalogue, "BUILT_IN", (*catalogue.BUILT_IN, BIGRAM))
 
 
 RECIPE = """
@@ -174,4 +174,4 @@ def test_recipes_know_its_fields_and_no_others(tmp_path: Path) -> None:
     assert load_recipe(path).model_dump()["drafter"]["gamma"] == 2
     with pytest.raises(ValueError, match=r"drafter\.markov_rank: no field of bigram .*which have .*gamma, rank"):
         load_recipe(path, ["drafter.markov_rank=3"])
-    assert all(m.name == m.section().algorithm for m in catalogue.METHODS)
+    assert all(m.name == m.section().algorithm for m in catalogue.methods())

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import outrider.drafters.layers as layers
+from outrider.contrib.peagle import PEagle, PEagleConfig
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.layers import AttentionPattern, BlockLayout, flex_block_attention, split_attention
-from outrider.drafters.peagle import PEagle, PEagleConfig
 from outrider.sampling import SeededSource
 from outrider.training.batches import BlockBatch, Schedule
 from outrider.training.dataset import choose_draft_ids

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import outrider.drafters.registry as catalogue
+import outrider.checkpoints.registry as catalogue
 from outrider.checkpoints.checkpoint import Checkpoint
 from outrider.data.responses import Sample
 from outrider.decoding.generate import generate
@@ -79,7 +79,7 @@ def train(config: Any, target: Target, texts: list[list[int]], new: int, out: Pa
     for i, prompt in enumerate(texts):
         response = generate(target, prompt, rules=StopRules(new, stop_ids=())).tokens
         samples.append(Sample(f"s{i}", prompt + response, ((len(prompt), len(prompt) + len(response)),)))
-    method = next(m for m in catalogue.METHODS if m.config is type(config))
+    method = next(m for m in catalogue.methods() if m.config is type(config))
     drafter = method.module(config)
     randomise(drafter)
     drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], config.target_layer_ids))

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter, with_block_size
 from outrider.checkpoints.describe import DrafterInfo, TrainingInfo
+from outrider.checkpoints.registry import method_of
 from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.medusa import Medusa, MedusaConfig
-from outrider.drafters.registry import method_of
 from outrider.evaluation.comparison import (
     HEADINGS,
     Group,

@@ -17,12 +17,12 @@ import torch
 import yaml
 
 from outrider.checkpoints.checkpoint import load_checkpoint
+from outrider.checkpoints.registry import method_of
 from outrider.data.chat import render
 from outrider.data.sources import load_prompts
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.draft import TreeSize
-from outrider.drafters.registry import method_of
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.target.model import Target
 from outrider.utils.packaged import PACKAGE

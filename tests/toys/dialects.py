@@ -13,20 +13,20 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import Checkpoint, load_weights
 from outrider.checkpoints.dialects.base import ExportedCheckpoint, TargetFacts
 from outrider.checkpoints.dialects.medusa import MedusaDialect
+from outrider.checkpoints.registry import method_of
+from outrider.contrib.deepseek_v4 import DSparkV4Config
+from outrider.contrib.dflash_input import DFlashInputConfig
+from outrider.contrib.domino import DominoConfig
+from outrider.contrib.jetspec import JetSpecConfig
+from outrider.contrib.lilicorr import LiLiCorrConfig
+from outrider.contrib.peagle import PEagleConfig
 from outrider.drafters.base import DrafterWeights
-from outrider.drafters.deepseek_v4 import DSparkV4Config
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dflash2 import DFlash2Config
-from outrider.drafters.dflash_input import DFlashInputConfig
-from outrider.drafters.domino import DominoConfig
 from outrider.drafters.eagle3 import Eagle3Config
 from outrider.drafters.hydra import HydraConfig
-from outrider.drafters.jetspec import JetSpecConfig
-from outrider.drafters.lilicorr import LiLiCorrConfig
 from outrider.drafters.medusa import MedusaConfig
 from outrider.drafters.mtp import MTPConfig
-from outrider.drafters.peagle import PEagleConfig
-from outrider.drafters.registry import method_of
 from tests.toys.targets import randomise, toy_config
 
 V, VD, H, L = 97, 40, 32, 5

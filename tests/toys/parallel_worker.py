@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from outrider.drafters.deepseek_v4 import DSparkV4, DSparkV4Config
+from outrider.contrib.deepseek_v4 import DSparkV4, DSparkV4Config
+from outrider.contrib.dflash_input import DFlashInput, DFlashInputConfig
 from outrider.drafters.dflash import DFlash
-from outrider.drafters.dflash_input import DFlashInput, DFlashInputConfig
 from outrider.drafters.dspark import DSpark
 from outrider.target.model import Target
 from outrider.training.features import Features, FeatureSource

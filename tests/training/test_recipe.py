@@ -12,11 +12,11 @@ import torch
 import yaml
 from pydantic import ValidationError
 
+from outrider.checkpoints.registry import methods
 from outrider.data.regenerate import DataSection, PromptSource
 from outrider.drafters.config import mask_token_id
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dspark import DSpark, DSparkConfig
-from outrider.drafters.registry import METHODS
 from outrider.target.model import Target
 from outrider.training.dataset import recipe_prompts
 from outrider.training.recipe import Recipe, apply_override, load_recipe
@@ -56,7 +56,7 @@ def test_tables_of_experiments_are_for_every_machine() -> None:
 
 def test_every_method_has_a_recipe_for_the_embedded_model() -> None:
     found = {load_recipe(path).drafter.algorithm for path in (PACKAGE / "recipes" / "smollm2-135m").glob("*.yaml")}
-    assert found == {method.name for method in METHODS}
+    assert found == {method.name for method in methods()}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -212,7 +212,7 @@ class DrafterChoice:
         try:
             if file is None and not engine.gguf:
                 engine.check_loads(parts, read_config(self.directory)[1], embedding_factor(target))
-            elif parts.algorithm in engine.dialects:  # what --engine-drafter names was made of it
+            elif parts.algorithm in engine.exports():  # what --engine-drafter names was made of it
                 engine.limits(parts, embedding_factor(target))
         except ValueError as error:
             raise ValueError(f"--launch with the drafter {self.directory}: {engine.name}: {error}") from error
@@ -220,7 +220,7 @@ class DrafterChoice:
 
 
 def _branched(module: DraftModule, served: Any, size: TreeSize) -> Drafter:
-    from outrider.drafters.registry import tree_methods
+    from outrider.checkpoints.registry import tree_methods
 
     if not module.drafts_trees:
         raise ValueError(f"--tree {size}: {module.algorithm} drafts chains; trees are for {', '.join(tree_methods())}.")

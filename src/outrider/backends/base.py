@@ -12,12 +12,13 @@ Every engine is one subclass of `ExternalEngine` in a file of its own and one li
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from outrider.checkpoints.dialects.base import Dialect, ExportedCheckpoint, TargetFacts
 from outrider.checkpoints.dialects.deepspec import widened
+from outrider.checkpoints.registry import Export, methods
 from outrider.decoding.batch import Output, Request, StepRecord
 from outrider.drafters.base import DrafterWeights
 
@@ -27,7 +28,7 @@ class Speculation:
     """How an engine is told to draft.
 
     Attributes:
-        method: of drafters/registry.py; or `lm`, a smaller language model; or `ngram`, which needs no weights.
+        method: of checkpoints/registry.py; or `lm`, a smaller language model; or `ngram`, which needs no weights.
         drafts: tokens per draft.
         drafter: directory or file that the engine loads; None: the method needs none.
         reduced_vocabulary: whether the drafter drafts from a part of the target's tokens.
@@ -124,14 +125,9 @@ class ExternalEngine:
     """All that is known of one engine; a subclass states what differs from a plain OpenAI-compatible server.
 
     Attributes:
-        dialects: by method, the checkpoint dialect in which a drafter is exported for it.
-        also_reads: by method, a further dialect that it loads as its maker wrote it.
-        whole_vocabulary: methods whose drafters it serves with the target's whole vocabulary only.
-        widens: methods of which the same holds, and whose drafters are given the whole vocabulary on export.
-        scales_embeddings: methods whose drafters are given embeddings with the factor that the target multiplies
-            them by (Gemma's).
+        takes: how it takes the drafters of built-in methods, by method; `exports` adds what installed methods bring.
+        also_drafts: what its command line calls methods that it drafts with and gets no export of.
         calibration: what becomes of a DSpark drafter's calibrated confidences, the end of a sentence.
-        method_names: what it calls each method it can draft with.
         over_http: whether it serves an OpenAI-compatible API.
         gguf: whether it loads GGUF files, converted from the checkpoints.
         takes_thinking: whether its chat endpoint knows `chat_template_kwargs`.
@@ -140,19 +136,20 @@ class ExternalEngine:
     """
 
     name: ClassVar[str]
-    dialects: ClassVar[Mapping[str, Dialect]] = {}
-    also_reads: ClassVar[Mapping[str, Dialect]] = {}
-    whole_vocabulary: ClassVar[Collection[str]] = ()
-    widens: ClassVar[Collection[str]] = ()
-    scales_embeddings: ClassVar[Collection[str]] = ()
+    takes: ClassVar[Mapping[str, Export]] = {}
+    also_drafts: ClassVar[Mapping[str, str]] = {}
     calibration: ClassVar[str] = "reads them as they are"
-    method_names: ClassVar[Mapping[str, str]] = {}
     over_http: ClassVar[bool] = True
     gguf: ClassVar[bool] = False
     takes_thinking: ClassVar[bool] = True
     request_fields: ClassVar[Mapping[str, Any]] = {}
     metrics: ClassVar[MetricNames] = MetricNames()
     health: ClassVar[str] = "/health"
+
+    def exports(self) -> dict[str, Export]:
+        """How it takes the drafters of every method that it can, by method."""
+        brought = {method.name: method.exports[self.name] for method in methods() if self.name in method.exports}
+        return {**self.takes, **brought}
 
     def check(self, parts: DrafterWeights) -> list[str]:
         """What the engine does without in serving this drafter, a sentence each.
@@ -200,10 +197,11 @@ class ExternalEngine:
         Raises:
             ValueError: it has none of that kind.
         """
-        if method not in self.method_names:
-            known = ", ".join(self.method_names)
-            raise ValueError(f"{self.name} has no drafters of kind {method}; it knows {known}.")
-        return self.method_names[method]
+        names = {name: export.name for name, export in self.exports().items() if export.name is not None}
+        names |= self.also_drafts
+        if method not in names:
+            raise ValueError(f"{self.name} has no drafters of kind {method}; it knows {', '.join(names)}.")
+        return names[method]
 
     def limits(self, parts: DrafterWeights, factor: float) -> list[str]:
         """`check`, and whether the engine has the method at all.
@@ -214,22 +212,23 @@ class ExternalEngine:
         Raises:
             ValueError: it has no such method, or cannot serve this drafter; the message is as that of `check`.
         """
-        name, config = parts.algorithm, parts.config
-        if name not in self.dialects:
-            raise ValueError(
-                f"it takes no {name} drafters: train one of {', '.join(self.dialects)} (drafter.algorithm)."
-            )
-        if factor != 1.0 and name not in self.scales_embeddings and name not in _READ_NO_EMBEDDING:
+        name, config, exports = parts.algorithm, parts.config, self.exports()
+        if name not in exports:
+            raise ValueError(f"it takes no {name} drafters: train one of {', '.join(exports)} (drafter.algorithm).")
+        export = exports[name]
+        if factor != 1.0 and not export.scales_embeddings:
             raise ValueError(
                 f"input_embedding_scale {factor:g} has no place there: the target multiplies embeddings by it, the "
                 f"drafter was trained with that, and its {name} would not be given it; no training changes this."
             )
-        if name in self.whole_vocabulary and config.draft_vocab_size != config.vocab_size:
+        if export.whole_vocabulary and config.draft_vocab_size != config.vocab_size:
             raise ValueError(
                 f"draft_vocab_size {config.draft_vocab_size} has no place there; its {name} drafts from all "
                 f"{config.vocab_size} tokens: train with drafter.draft_vocab_size=null."
             )
-        return self.check(parts)
+        if export.targets_vocabulary:
+            check_targets_vocabulary(parts)
+        return [*self.check(parts), *export.check(parts)]
 
     def check_loads(self, parts: DrafterWeights, dialect: Dialect, factor: float) -> None:
         """Whether a checkpoint can be given to the engine as it is; `factor` as in `limits`.
@@ -238,14 +237,14 @@ class ExternalEngine:
             ValueError: it cannot serve this drafter, or must have it exported; the message is as that of `check`.
         """
         self.limits(parts, factor)
-        name = parts.algorithm
-        known = [each.name for each in (self.dialects[name], self.also_reads.get(name)) if each is not None]
+        name, export = parts.algorithm, self.exports()[parts.algorithm]
+        known = [each.name for each in (export.dialect, export.also_reads) if each is not None]
         first = f"export it first (outrider export DIR --to {self.name} --out OUT)."
         if dialect.name not in known:
             raise ValueError(
                 f"{name} drafters are not loaded in the dialect {dialect.name}, only in {' or '.join(known)}: {first}"
             )
-        if name in self.widens and parts.draft_ids_Vd is not None:
+        if export.widens and parts.draft_ids_Vd is not None:
             raise ValueError(f"draft_vocab_size {parts.config.draft_vocab_size} has no place there: {first}")
         self.check_dialect(parts, dialect)
 
@@ -257,23 +256,19 @@ class ExternalEngine:
         """
         try:
             left_out = self.limits(parts, 1.0 if target is None else target.embedding_scale)
-            dialect = self.dialects[parts.algorithm]
-            self.check_dialect(parts, dialect)
-            if parts.algorithm in self.widens and parts.draft_ids_Vd is not None:
+            export = self.exports()[parts.algorithm]
+            self.check_dialect(parts, export.dialect)
+            if export.widens and parts.draft_ids_Vd is not None:
                 parts = widened(parts)
                 left_out = [
                     f"d2t, which {self.name} does not read: the draft vocabulary is the target's there, and tokens "
                     f"outside it have a probability of 0, by column {parts.config.markov_rank} of the sequential head.",
                     *left_out,
                 ]
-            written = self.finish(dialect.write(parts, target))
+            written = self.finish(export.dialect.write(parts, target))
         except ValueError as error:
             raise ValueError(f"--to {self.name}: {error}") from error
         return replace(written, fallbacks=[*written.fallbacks, *left_out])
-
-
-_READ_NO_EMBEDDING = ("medusa",)
-_MOST_CANDIDATES = 16
 
 
 # ----------------------------------------------------------------------------
@@ -290,20 +285,6 @@ def check_sequential_head(parts: DrafterWeights) -> None:
     if parts.algorithm == "dspark" and parts.config.markov_rank == 0:
         raise ValueError(
             "markov_rank 0 has no place there; its DSpark needs a sequential head: train with drafter.markov_rank=64."
-        )
-
-
-def check_candidates(parts: DrafterWeights) -> None:
-    """Refuse a LiLiCorr whose candidates do not fit the kernels that walk through them.
-
-    Raises:
-        ValueError: their number is no power of two, or above 16.
-    """
-    count = getattr(parts.config, "lilicorr_candidate_topk", 1)
-    if count > _MOST_CANDIDATES or count & (count - 1):
-        raise ValueError(
-            f"lilicorr_candidate_topk {count} has no place there; its LiLiCorr has 1, 2, 4, 8 or 16 candidates a "
-            "position: train with drafter.lilicorr_candidate_topk=8."
         )
 
 

@@ -199,7 +199,7 @@ def model_card(
     parameters = sum(tensor.numel() for tensor in written.tensors.values() if tensor.is_floating_point())
     rows = [
         ("method", parts.algorithm),
-        ("dialect", engine.dialects[parts.algorithm].name),
+        ("dialect", engine.exports()[parts.algorithm].dialect.name),
         ("parameters in the file", f"{parameters / 1e6:.1f} million, {dtype_name(dtype)}"),
         ("drafts per round", str(config.gamma)),
         ("aux layers (outputs, from 0)", ", ".join(map(str, config.target_layer_ids))),

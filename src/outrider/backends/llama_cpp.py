@@ -28,6 +28,7 @@ from outrider.backends.base import (
 from outrider.checkpoints.dialects.base import ExportedCheckpoint
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.checkpoints.registry import Export
 from outrider.drafters.base import DrafterWeights
 
 
@@ -35,13 +36,14 @@ class LlamaCpp(ExternalEngine):
     """llama.cpp, by its command `llama-server`."""
 
     name = "llama.cpp"
-    dialects = {"dflash": ZLab(), "dflash2": ZLab2(), "dspark": DeepSpec()}
-    whole_vocabulary = ("dflash", "dflash2")
-    scales_embeddings = ("dflash", "dflash2", "dspark")
+    takes = {
+        "dflash": Export(ZLab(), "draft-dflash", whole_vocabulary=True, scales_embeddings=True),
+        "dflash2": Export(ZLab2(), "draft-dflash", whole_vocabulary=True, scales_embeddings=True),
+        "dspark": Export(DeepSpec(), "draft-dspark", scales_embeddings=True),
+    }
     calibration = "reads no confidences unless it is told to (--spec-draft-p-min), and then as they are"
-    method_names = {
-        **{name: f"draft-{name}" for name in ("dflash", "dspark", "eagle3")},
-        "dflash2": "draft-dflash",
+    also_drafts = {
+        "eagle3": "draft-eagle3",
         "lm": "",  # a language model is what it drafts with anyway
         "ngram": "ngram-simple",
     }

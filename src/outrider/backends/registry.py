@@ -1,6 +1,6 @@
 """Every engine beside Outrider's own: one line each (docs/engines.md). Those that serve no HTTP are here as well:
 
---to zlab           dflash, dflash2, jetspec                      z-lab's dflash 0.1.0
+--to zlab           dflash, dflash2                               z-lab's dflash 0.1.0
 --to deepspec       dspark                                        DeepSpec
 --to speculators    dflash, dflash2, dspark, eagle3, mtp          the speculators library 0.9.0
 """
@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import shlex
 
-from outrider.backends.base import ExternalEngine, check_targets_vocabulary
+from outrider.backends.base import ExternalEngine
 from outrider.backends.llama_cpp import LlamaCpp
 from outrider.backends.openai import OpenAICompatible
 from outrider.backends.sglang import SGLang
 from outrider.backends.vllm import VLLM
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.speculators import Speculators
-from outrider.checkpoints.dialects.zlab import JetSpecDialect, ZLab, ZLab2
+from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.checkpoints.registry import Export, methods
 from outrider.drafters.base import DrafterWeights
-from outrider.drafters.registry import METHODS
 
 
 class ZLabPackage(ExternalEngine):
     """z-lab's own package, by its command `dflash`, which takes the first CUDA device."""
 
     name = "zlab"
-    dialects = {"dflash": ZLab(), "dflash2": ZLab2(), "jetspec": JetSpecDialect()}
-    whole_vocabulary = scales_embeddings = tuple(dialects)
+    takes = {
+        name: Export(dialect, whole_vocabulary=True, scales_embeddings=True, targets_vocabulary=True)
+        for name, dialect in (("dflash", ZLab()), ("dflash2", ZLab2()))
+    }
     over_http = False
-
-    def check(self, parts: DrafterWeights) -> list[str]:
-        check_targets_vocabulary(parts)
-        return []
 
     def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:
         return [f"dflash generate transformers --model {shlex.quote(target)} --draft {shlex.quote(directory)} PROMPT"]
@@ -41,8 +39,7 @@ class DeepSpecCode(ExternalEngine):
     """DeepSpec's repository, whose eval.py decodes its benchmarks: every row of a block drafts, the anchor's too."""
 
     name = "deepspec"
-    dialects = {"dspark": DeepSpec()}
-    widens = ("dspark",)
+    takes = {"dspark": Export(DeepSpec(), widens=True)}
     over_http = False
 
     def check(self, parts: DrafterWeights) -> list[str]:
@@ -69,8 +66,7 @@ class SpeculatorsLibrary(ExternalEngine):
     """The speculators library, whose checkpoints vLLM serves."""
 
     name = "speculators"
-    dialects = dict.fromkeys(Speculators.methods, Speculators())
-    whole_vocabulary = ("dflash2", "mtp")
+    takes = {name: Export(Speculators(), whole_vocabulary=name in ("dflash2", "mtp")) for name in Speculators.methods}
     over_http = False
 
     def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:
@@ -98,7 +94,7 @@ ENGINES: tuple[ExternalEngine, ...] = (
 
 def exporters() -> list[ExternalEngine]:
     """The engines and packages that drafters can be written for (`--to`)."""
-    return [engine for engine in ENGINES if engine.dialects]
+    return [engine for engine in ENGINES if engine.takes]
 
 
 def servers() -> list[ExternalEngine]:
@@ -112,11 +108,12 @@ MARKS = "*: with the whole vocabulary only (drafter.draft_vocab_size=null). +: a
 def export_table() -> list[list[str]]:
     """The dialect in which each engine is given each method's drafters, with `MARKS`, headings first; "-": in none."""
     rows = [["drafter", *(engine.name for engine in exporters())]]
-    for method in METHODS:
+    for method in methods():
         cells = []
         for engine in exporters():
-            mark = "*" * (method.name in engine.whole_vocabulary) + "+" * (method.name in engine.widens)
-            cells.append(engine.dialects[method.name].name + mark if method.name in engine.dialects else "-")
+            export = engine.exports().get(method.name)
+            mark = "" if export is None else "*" * export.whole_vocabulary + "+" * export.widens
+            cells.append("-" if export is None else export.dialect.name + mark)
         rows.append([method.name, *cells])
     return rows
 

@@ -1,17 +1,13 @@
 """SGLang 0.5.23: dialects of the methods' makers, `--speculative-*` flags, and the files its DSpark scheduler reads.
 
     dflash  dflash2     z-lab            \
-    domino              SpecForge         |
-    lilicorr            ModelOpt          |
     dspark              DeepSpec         / every field of the block also in `dflash_config`
     eagle3              EAGLE-3
     K drafts            --speculative-dspark-block-size K, --speculative-dflash-block-size K + 1,
                         or --speculative-num-draft-tokens K + 1
 
 SGLang counts the rows that are verified, the anchor among them; a DSpark block alone counts drafts. DFlash 2 is in it
-since 0.5.19, under DFlash's name: the checkpoint's architecture tells. LiLiCorr is told likewise, and Domino by
-`projector_type`; the rows of its block are the checkpoint's, and it drafts one token less than they are.
-"""
+since 0.5.19, under DFlash's name: the checkpoint's architecture tells. """
 
 from __future__ import annotations
 
@@ -29,14 +25,13 @@ from outrider.backends.base import (
     Launch,
     MetricNames,
     Speculation,
-    check_candidates,
     check_sequential_head,
-    check_targets_vocabulary,
 )
 from outrider.checkpoints.dialects.base import ExportedCheckpoint
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import FLAGS, Eagle3Dialect
-from outrider.checkpoints.dialects.zlab import LiLiCorrDialect, SpecForgeDomino, ZLab, ZLab2
+from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.checkpoints.registry import Export
 from outrider.drafters.base import DrafterWeights
 
 CALIBRATION_FILE, TABLE_FILE = "confidence_sts.json", "sps_table.json"
@@ -55,25 +50,16 @@ class SGLang(ExternalEngine):
     """SGLang, by `python -m sglang.launch_server`."""
 
     name = "sglang"
-    dialects = {
-        "dflash": ZLab(),
-        "dflash2": ZLab2(),
-        "lilicorr": LiLiCorrDialect(),
-        "domino": SpecForgeDomino(),
-        "dspark": DeepSpec(),
-        "eagle3": Eagle3Dialect(),
+    takes = {
+        "dflash": Export(ZLab(), "DFLASH", whole_vocabulary=True, scales_embeddings=True, targets_vocabulary=True),
+        "dflash2": Export(ZLab2(), "DFLASH", whole_vocabulary=True, scales_embeddings=True, targets_vocabulary=True),
+        "dspark": Export(DeepSpec(), "DSPARK", widens=True, scales_embeddings=True, targets_vocabulary=True),
+        "eagle3": Export(Eagle3Dialect(), "EAGLE3"),
     }
-    whole_vocabulary = ("dflash", "dflash2", "lilicorr", "domino")
-    widens = ("dspark",)
-    scales_embeddings = ("dflash", "dflash2", "dspark")
+    also_drafts = {"ngram": "NGRAM", "lm": "STANDALONE"}
     calibration = (
         "reads the file that outrider calibrate --export-sglang DIR writes (--speculative-dspark-confidence-sts-path)"
     )
-    method_names = {
-        **{name: name.upper() for name in ("dflash", "dspark", "eagle3", "ngram")},
-        **dict.fromkeys(("dflash2", "lilicorr", "domino"), "DFLASH"),
-        "lm": "STANDALONE",
-    }
     metrics = MetricNames(length="sglang:spec_accept_length")
     request_fields = {"repetition_penalty": 1.0, **NO_PENALTIES}
 
@@ -90,33 +76,21 @@ class SGLang(ExternalEngine):
                 )
             return []
         check_sequential_head(parts)
-        check_candidates(parts)
-        check_targets_vocabulary(parts)
         if parts.algorithm == "dspark" and not config.sample_from_anchor:
             raise ValueError(
                 "sample_from_anchor false is not served there; its DSpark blocks draft from the anchor: train with "
                 "drafter.sample_from_anchor=true."
             )
-        if any(pattern.causal != (pattern.window is not None) for pattern in config.attention_patterns):
+        if any(pattern.causal != (pattern.window is not None) for pattern in getattr(config, "attention_patterns", ())):
             raise ValueError(
                 f"is_causal {config.is_causal} is not heeded there; block rows see those after them in layers without "
                 "a window, and only there: train like that (drafter.is_causal)."
             )
-        if not config.plain_logits:
+        if not getattr(config, "plain_logits", True):
             raise ValueError(
                 "whether output_multiplier and final_logit_softcapping are heeded is not known; drafters trained here "
                 "have neither."
             )
-        if parts.algorithm == "domino":
-            if config.pure_draft_prefix_len != 1:
-                raise ValueError(
-                    f"pure_draft_prefix_len {config.pure_draft_prefix_len} is not served there; its Domino corrects "
-                    "every draft but the first: train with drafter.pure_draft_prefix_len=1."
-                )
-            return [
-                f"SGLang drafts {config.block_size - 1} tokens with Domino, greedily, in bfloat16 and on CUDA alone, "
-                "among the 2048 likeliest of a block (--speculative-domino-candidate-pool-size 0: among all)."
-            ]
         return []
 
     def finish(self, written: ExportedCheckpoint) -> ExportedCheckpoint:
@@ -149,7 +123,8 @@ class SGLang(ExternalEngine):
         name, rows = self.name_of(speculation.method), speculation.drafts + 1
         flags = ["--speculative-draft-model-path", speculation.drafter] if speculation.drafter else []
         flags += ["--speculative-algorithm", name]
-        if speculation.method == "domino":
+        export = self.exports().get(speculation.method)
+        if export is not None and not export.states_length:
             return flags
         if name == "DSPARK":
             return [*flags, "--speculative-dspark-block-size", str(speculation.drafts)]

@@ -1,13 +1,11 @@
 """vLLM 0.32: speculators' dialect, `--speculative-config`, counters of drafts on /metrics.
 
     dflash  dflash2  dspark  eagle3    speculators; DFlash, DSpark and EAGLE-3 also as their makers publish them
-    lilicorr                           ModelOpt, NVIDIA's Model Optimizer
     medusa                             Medusa
     K drafts                           --speculative-config {"num_speculative_tokens": K}
 
-DFlash 2 and LiLiCorr run under DFlash's name: the checkpoint's architecture tells. DSpark, these two, and sliding
-layers mixed with full ones are in model runner V2 alone (VLLM_USE_V2_MODEL_RUNNER=1). docs/engines.md holds the rest
-of what it does.
+DFlash 2 runs under DFlash's name: the checkpoint's architecture tells. DSpark, DFlash 2, and sliding layers mixed with
+full ones are in model runner V2 alone (VLLM_USE_V2_MODEL_RUNNER=1). docs/engines.md holds the rest of what it does.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from outrider.backends.base import (
     MetricNames,
     Speculation,
     causal_in_sliding_layers_alone,
-    check_candidates,
-    check_targets_vocabulary,
     check_vanilla_head,
 )
 from outrider.checkpoints.dialects.base import Dialect
@@ -33,10 +29,11 @@ from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import Eagle3Dialect
 from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.checkpoints.dialects.speculators import Speculators
-from outrider.checkpoints.dialects.zlab import LiLiCorrDialect, ZLab, ZLab2
+from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.checkpoints.registry import Export
 from outrider.drafters.base import DrafterWeights
 
-_V2_RUNNER = ("dspark", "dflash2", "lilicorr")
+_V2_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 _NGRAM_MAX = 4  # tokens that prompt lookup matches
 
 
@@ -44,36 +41,29 @@ class VLLM(ExternalEngine):
     """vLLM, by its command `vllm serve`."""
 
     name = "vllm"
-    dialects = {
-        **dict.fromkeys(("dflash", "dflash2", "dspark", "eagle3"), Speculators()),
-        "lilicorr": LiLiCorrDialect(),
-        "medusa": MedusaDialect(),
+    takes = {
+        "dflash": Export(Speculators(), "dflash", also_reads=ZLab()),
+        "dflash2": Export(Speculators(), "dflash", also_reads=ZLab2(), whole_vocabulary=True, environment=_V2_RUNNER),
+        "dspark": Export(Speculators(), "dspark", also_reads=DeepSpec(), environment=_V2_RUNNER),
+        "eagle3": Export(Speculators(), "eagle3", also_reads=Eagle3Dialect()),
+        "medusa": Export(MedusaDialect(), "medusa", scales_embeddings=True),  # its drafters read no embedding
     }
-    whole_vocabulary = ("dflash2", "lilicorr")
-    also_reads = {"dflash": ZLab(), "dflash2": ZLab2(), "dspark": DeepSpec(), "eagle3": Eagle3Dialect()}
-    method_names = {
-        **{name: name for name in ("dflash", "dspark", "eagle3", "medusa", "ngram")},
-        **dict.fromkeys(("dflash2", "lilicorr"), "dflash"),
-        "lm": "draft_model",
-    }
+    also_drafts = {"ngram": "ngram", "lm": "draft_model"}
     metrics = MetricNames.counters("vllm")
     request_fields = {"return_token_ids": True, "repetition_penalty": 1.0, **NO_PENALTIES}
 
     def check(self, parts: DrafterWeights) -> list[str]:
         check_vanilla_head(parts)
-        check_candidates(parts)
         if parts.algorithm == "dflash" and parts.config.sample_from_anchor:
             raise ValueError(
                 "sample_from_anchor true is not served there; its DFlash drafts from masks alone: train with "
                 "drafter.sample_from_anchor=false."
             )
-        if parts.algorithm in ("dflash", "lilicorr") and not parts.config.plain_logits:
+        if not getattr(parts.config, "plain_logits", True):
             raise ValueError(
                 "output_multiplier and final_logit_softcapping are not heeded there; its DFlash drafts with the head's "
                 "own logits, as drafters trained here do."
             )
-        if parts.algorithm == "lilicorr":
-            check_targets_vocabulary(parts)
         if getattr(parts.config, "layer_types", ()):
             return ["vLLM mixes sliding and full layers in its model runner V2 alone (VLLM_USE_V2_MODEL_RUNNER=1)."]
         if parts.algorithm == "medusa":
@@ -130,5 +120,6 @@ class VLLM(ExternalEngine):
         return flags
 
     def _runner(self, speculation: Speculation) -> dict[str, str]:
-        needs_v2 = speculation.mixed_layers or speculation.method in _V2_RUNNER
-        return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if needs_v2 else {}
+        export = self.exports().get(speculation.method)
+        needed = {} if export is None else export.environment
+        return {**needed, **(_V2_RUNNER if speculation.mixed_layers else {})}

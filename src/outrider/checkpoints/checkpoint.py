@@ -24,11 +24,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors.torch import save_file
 
-from outrider.checkpoints.dialects import dialect_for, dialect_of
 from outrider.checkpoints.dialects.base import Dialect, ExportedCheckpoint, Source
+from outrider.checkpoints.registry import dialect_of, method_of
 from outrider.drafters.base import DraftCalibration, Drafter, DrafterWeights
 from outrider.drafters.heads import UNSCALED, CertaintyEstimator, ConfidenceScaling, SampledScaling
-from outrider.drafters.registry import method_of
 from outrider.target.model import Target
 from outrider.utils.documents import read_mapping
 from outrider.utils.files import (
@@ -104,7 +103,7 @@ def save_drafter(
     Raises:
         OSError: the disk is full; nothing half-written is left.
     """
-    written = dialect_for(method_of(checkpoint.algorithm)).write(checkpoint.weights.folded(dtype), None)
+    written = method_of(checkpoint.algorithm).saved_in.write(checkpoint.weights.folded(dtype), None)
     with atomic_directory(directory) as staging:
         write_files(staging, written, dtype, metadata=checkpoint.metadata, card=card)
 

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 
 from outrider.checkpoints.checkpoint import METADATA, read_metadata
-from outrider.checkpoints.dialects import UnknownDialect, dialect_of
+from outrider.checkpoints.registry import UnknownDialect, dialect_of
 from outrider.target.hub import canonical_id, complete_model, lineage, shape_differences
 from outrider.utils.packaged import PACKAGE
 

@@ -187,10 +187,9 @@ def _check(checkpoint: Checkpoint, directory: Path, about_confidences: bool) -> 
 
 
 def _methods(measured: str) -> str:
-    from outrider.drafters import registry
+    from outrider.checkpoints.registry import methods
 
-    methods = registry.METHODS
-    return ", ".join(method.name for method in methods if getattr(method.module, "calibratable", None) == measured)
+    return ", ".join(method.name for method in methods() if getattr(method.module, "calibratable", None) == measured)
 
 
 def _digest(directory: Path) -> str:

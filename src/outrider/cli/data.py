@@ -215,7 +215,7 @@ def inspect_checkpoint(path: Path, target: str | None, tensors: bool, console: C
         ValueError: it is in no dialect we read (told after what can be said of it), or damaged.
     """
     from outrider.checkpoints.describe import describe, describe_unknown, tensor_rows
-    from outrider.checkpoints.dialects import UnknownDialect
+    from outrider.checkpoints.registry import UnknownDialect
     from outrider.target.model import count_layers
 
     depth = None if target is None else count_layers(target)

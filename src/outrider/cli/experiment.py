@@ -96,7 +96,7 @@ def _options(stage: Stage) -> dict[str, Any]:
 
 def _check_drafts(table: ExperimentTable, name: str, options: dict[str, Any]) -> None:
     """How a row's drafts are verified, and whether it can draft so: a directory tells only when it is opened."""
-    from outrider.drafters.registry import method_of
+    from outrider.checkpoints.registry import method_of
     from outrider.sampling import SamplingParams
 
     tree, block_size = options["tree"], options["block_size"]

@@ -20,7 +20,7 @@ CHOICES = "auto, hybrid, directory, ngram@K, lm:MODEL@K, published"
 # Names that other modules define, written out: those import PyTorch, and help need not wait. A test compares them.
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # target.hub.EMBEDDED_ID
 TREE_FORM = "NODES[,depth=D][,top_k=K]"  # drafters.draft
-TREE_METHODS = "dflash, eagle3, medusa, hydra, jetspec"  # drafters.registry.tree_methods()
+TREE_METHODS = "dflash, eagle3, medusa, hydra and installed methods that say so"
 BACKENDS = "local, transformers, openai, vllm, sglang, llama.cpp, mlx"  # cli.bench.kinds()
 EXPORTERS = "vllm, sglang, llama.cpp, zlab, deepspec, speculators"  # backends.registry.exporters()
 

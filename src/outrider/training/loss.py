@@ -732,7 +732,7 @@ def _reduce_candidates(
 
 
 # ----------------------------------------------------------------------------
-# The loss of scores of steps between candidates (drafters/lilicorr.py).
+# The loss of scores of steps between candidates (contrib/lilicorr.py).
 #
 #     q_k = softmax(s_k), s_k the scores of the steps from the true x_{k-1} to C_k
 #     L_k = ce (-log q_k(x_k)) + margin [m - s_k(x_k) + max_{j != x_k} s_k(j)]_+

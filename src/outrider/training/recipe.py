@@ -27,10 +27,9 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from outrider.checkpoints.registry import method_of, methods
 from outrider.data.regenerate import DataSection, Section
-from outrider.drafters import registry
 from outrider.drafters.config import DrafterSection
-from outrider.drafters.registry import method_of
 from outrider.utils.documents import parse_yaml, read_yaml
 from outrider.utils.files import invalid_fields
 from outrider.utils.packaged import packaged
@@ -386,7 +385,7 @@ class RecipeField(NamedTuple):
 
 def recipe_schema() -> dict[str, Any]:
     """The JSON schema of recipes; `drafter` is the section of any method."""
-    sections: Any = Union[tuple(method.section for method in registry.METHODS)]  # noqa: UP007 - of a tuple
+    sections: Any = Union[tuple(method.section for method in methods())]  # noqa: UP007 - of a tuple
     section, meaning = method_of(_DEFAULT_METHOD).section, Recipe.model_fields["drafter"].description
     drafter = Field(default_factory=section, description=meaning)
     model: Any = create_model("Recipe", __base__=Recipe, drafter=(sections, drafter))
@@ -406,7 +405,7 @@ def recipe_fields() -> list[RecipeField]:
         if chosen:
             names = " | ".join(owners[alike])
             found[alike] = field._replace(kind=names, default=_DEFAULT_METHOD)
-    shared = len(registry.METHODS)
+    shared = len(methods())
     return [
         field._replace(only="" if len(owners[alike]) == shared else ", ".join(owners[alike]))
         for alike, field in found.items()

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import load_checkpoint
+from outrider.checkpoints.registry import method_of
 from outrider.data.regenerate import Progress, no_progress
 from outrider.data.responses import Sample
 from outrider.drafters.base import DraftModule, check_fits
 from outrider.drafters.config import draft_vocabulary
-from outrider.drafters.registry import method_of
 from outrider.target.model import Target, outline_target
 from outrider.training.dataset import choose_draft_ids, recipe_samples
 from outrider.training.features import measure_aux_scale

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import DrafterWeights, DraftModule
-from outrider.drafters.registry import method_of
 from outrider.utils.files import check_tensors
 
 # Far above any model, far below what overflows a shape or never ends.
@@ -192,14 +191,14 @@ class Dialect(Protocol):
         """
 
 
-def module_of(config: Any, tensors: Mapping[str, Tensor], source: Source) -> DraftModule:
-    """The config's module with these tensors, each in its type on disk; they take raw aux hidden states.
+def module_of(config: Any, tensors: Mapping[str, Tensor], source: Source, kind: type[DraftModule]) -> DraftModule:
+    """A module of that kind with these tensors, each in its type on disk; they take raw aux hidden states.
 
     Raises:
         ValueError: tensors are missing, unknown, or of another shape than the config implies.
     """
     with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
-        module = method_of(config.algorithm).module(config).eval().requires_grad_(False)
+        module = kind(config).eval().requires_grad_(False)
     check_tensors(Path(source.where).parent, tensors, module.state_dict())
     module.load_state_dict(dict(tensors), assign=True)
     module.aux_scale_L = torch.ones(module.aux_scale_L.shape)

@@ -26,7 +26,7 @@ from outrider.checkpoints.dialects.base import (
     take_draft_ids,
     target_depth,
 )
-from outrider.drafters.base import DrafterWeights
+from outrider.drafters.base import DrafterWeights, DraftModule
 from outrider.drafters.dflash import FULL, SLIDING, DFlashConfig
 
 
@@ -225,7 +225,9 @@ def raised(raw: Mapping[str, Any], nested: str, names: Sequence[str], where: str
     return merged
 
 
-def read_vocabulary(config: Any, tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
+def read_vocabulary(
+    config: Any, tensors: Mapping[str, Tensor], source: Source, kind: type[DraftModule]
+) -> DrafterWeights:
     """The module, and the draft vocabulary, LM head and embedding that are among the tensors."""
     rest = dict(tensors)
     ids_Vd = take_draft_ids(rest, config.vocab_size, config.draft_vocab_size, where=source.where)
@@ -238,7 +240,10 @@ def read_vocabulary(config: Any, tensors: Mapping[str, Tensor], source: Source) 
                 f"{source.where}: {name} has shape {list(tensor.shape)}, config.json implies {list(wanted)}."
             )
     return DrafterWeights(
-        module_of(config, rest, source), ids_Vd, own["lm_head.weight"], embedding_VH=own["embed_tokens.weight"]
+        module_of(config, rest, source, kind=kind),
+        ids_Vd,
+        own["lm_head.weight"],
+        embedding_VH=own["embed_tokens.weight"],
     )
 
 

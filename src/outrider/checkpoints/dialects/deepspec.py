@@ -36,7 +36,7 @@ from outrider.checkpoints.dialects.blocks import (
     write_vocabulary,
 )
 from outrider.drafters.base import DrafterWeights
-from outrider.drafters.dspark import DSparkConfig
+from outrider.drafters.dspark import DSpark, DSparkConfig
 
 
 def read_heads(fields: Fields, confidence: bool = False) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class DeepSpec:
             target_layer_ids=fields.aux_layers(),
             num_target_layers=fields.depth,
         )
-        return read_vocabulary(config, tensors, source)
+        return read_vocabulary(config, tensors, source, kind=DSpark)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         """With a target, embedding and head are written too: DeepSpec's own loader has them as parameters."""
@@ -162,4 +162,9 @@ def widened(parts: DrafterWeights) -> DrafterWeights:
         head_VH = like.new_zeros(V, H).index_copy(0, ids_Vd, head_VH)
     kind = config.markov_head_type if r else "vanilla"
     config = replace(config, draft_vocab_size=V, markov_rank=r + 1, markov_head_type=kind)
-    return replace(parts, module=module_of(config, new, Source("widened")), draft_ids_Vd=None, head_VdH=head_VH)
+    return replace(
+        parts,
+        module=module_of(config, new, Source("widened"), kind=type(parts.module)),
+        draft_ids_Vd=None,
+        head_VdH=head_VH,
+    )

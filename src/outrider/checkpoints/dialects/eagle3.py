@@ -41,7 +41,7 @@ from outrider.checkpoints.dialects.blocks import (
     write_vocabulary,
 )
 from outrider.drafters.base import DrafterWeights
-from outrider.drafters.eagle3 import Eagle3Config, eagle_aux_layers
+from outrider.drafters.eagle3 import Eagle3, Eagle3Config, eagle_aux_layers
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
 LAYERS, PLAIN = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
@@ -167,4 +167,4 @@ def read_eagle3(
         **{name: fields.flag(name, False) for name in FLAGS},
         qk_norm=_OURS + "self_attn.q_norm.weight" in renamed,
     )
-    return read_vocabulary(config, renamed, source)
+    return read_vocabulary(config, renamed, source, kind=Eagle3)

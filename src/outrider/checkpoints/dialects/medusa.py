@@ -31,7 +31,7 @@ from outrider.checkpoints.dialects.base import (
 )
 from outrider.checkpoints.dialects.blocks import with_target_tensors
 from outrider.drafters.base import DrafterWeights
-from outrider.drafters.medusa import MedusaConfig
+from outrider.drafters.medusa import Medusa, MedusaConfig
 
 _RELEASED = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)")
 
@@ -74,7 +74,7 @@ class MedusaDialect:
         for name in [name for name in rest if name.startswith("blocks.") and name.endswith(".weight")]:
             # vLLM's layers have no bias unless the config says so; ours always have one.
             rest.setdefault(name.removesuffix("weight") + "bias", rest[name].new_zeros(config.hidden_size))
-        return DrafterWeights(module_of(config, rest, source), ids, head)
+        return DrafterWeights(module_of(config, rest, source, kind=Medusa), ids, head)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         parts = with_target_tensors(parts, target, embedding=False)

@@ -25,8 +25,8 @@ from outrider.checkpoints.dialects.base import (
     TargetFacts,
 )
 from outrider.checkpoints.dialects.blocks import read_vocabulary, write_vocabulary
-from outrider.drafters.base import DrafterWeights
-from outrider.drafters.registry import Method
+from outrider.drafters.base import DrafterWeights, DraftModule
+from outrider.drafters.config import DrafterConfig
 
 _TYPE = "outrider_drafter"
 _BESIDE = {"architectures", "algorithm", "model_type", "dtype"}  # the config's own fields
@@ -47,26 +47,26 @@ class Own:
     name = "Outrider"
     prefix = ""
 
-    def __init__(self, method: Method) -> None:
-        self._method = method
-        self.methods: tuple[str, ...] = (method.name,)
-        self.spelling = f"Outrider{''.join(part.capitalize() for part in method.name.split('_'))}Model"
+    def __init__(self, config: type[DrafterConfig], module: type[DraftModule]) -> None:
+        self._config, self._module = config, module
+        self.methods: tuple[str, ...] = (config.algorithm,)
+        self.spelling = f"Outrider{''.join(part.capitalize() for part in config.algorithm.split('_'))}Model"
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         return self.spelling in (raw.get("architectures") or [])
 
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
-        kinds = typing.get_type_hints(self._method.config)
-        wanted = [field.name for field in dataclasses.fields(self._method.config)]
+        kinds = typing.get_type_hints(self._config)
+        wanted = [field.name for field in dataclasses.fields(self._config)]
         if unknown := sorted(set(raw) - set(wanted) - _BESIDE):
-            raise ValueError(f"{source.where}: a {self._method.name} drafter has no fields {', '.join(unknown)}.")
+            raise ValueError(f"{source.where}: a {self._config.algorithm} drafter has no fields {', '.join(unknown)}.")
         fields = Fields(raw, source.where, self.name)
         given = {name: _value(fields, name, kinds[name]) for name in wanted if name in raw or kinds[name] is not bool}
-        config = self._method.config(**given)
-        return read_vocabulary(config, tensors, source)
+        config = self._config(**given)
+        return read_vocabulary(config, tensors, source, kind=self._module)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
-        own = {"architectures": [self.spelling], "algorithm": self._method.name, "model_type": _TYPE}
+        own = {"architectures": [self.spelling], "algorithm": self._config.algorithm, "model_type": _TYPE}
         return ExportedCheckpoint({**own, **dataclasses.asdict(parts.config)}, write_vocabulary(parts))
 
 

@@ -42,11 +42,11 @@ from outrider.checkpoints.dialects.deepspec import read_heads, write_heads
 from outrider.checkpoints.dialects.eagle3 import FLAGS, LAYERS, read_eagle3, write_eagle3
 from outrider.checkpoints.dialects.zlab import read_own, write_own
 from outrider.drafters.base import DrafterWeights
-from outrider.drafters.dflash import DFlashConfig
-from outrider.drafters.dflash2 import DFlash2Config
-from outrider.drafters.dspark import DSparkConfig
+from outrider.drafters.dflash import DFlash, DFlashConfig
+from outrider.drafters.dflash2 import DFlash2, DFlash2Config
+from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.eagle3 import Eagle3Config, eagle_aux_layers
-from outrider.drafters.mtp import MTPConfig
+from outrider.drafters.mtp import MTP, MTPConfig
 from outrider.utils.measure import dtype_name
 
 Fragments = tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]
@@ -73,7 +73,7 @@ def _read_dflash(
     fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
 ) -> DrafterWeights:
     config = DFlashConfig(**_read_block(fields, depth), sample_from_anchor=fields.flag("sample_from_anchor", False))
-    return _checked(read_vocabulary(config, tensors, source), fields, drafts)
+    return _checked(read_vocabulary(config, tensors, source, kind=DFlash), fields, drafts)
 
 
 def _read_dflash2(
@@ -81,14 +81,14 @@ def _read_dflash2(
 ) -> DrafterWeights:
     own = read_own(fields) | {"sample_from_anchor": fields.flag("sample_from_anchor", False)}
     config = DFlash2Config(**_read_block(fields, depth, both_ways=True), **own)
-    return _checked(read_vocabulary(config, tensors, source), fields, drafts)
+    return _checked(read_vocabulary(config, tensors, source, kind=DFlash2), fields, drafts)
 
 
 def _read_dspark(
     fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
 ) -> DrafterWeights:
     config = DSparkConfig(**_read_block(fields, depth), **read_heads(fields, confidence=True))
-    return _checked(read_vocabulary(config, tensors, source), fields, drafts)
+    return _checked(read_vocabulary(config, tensors, source, kind=DSpark), fields, drafts)
 
 
 def _read_block(fields: Fields, depth: int, both_ways: bool = False) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _read_mtp(
         gamma=1 if drafts is None else drafts,
         qk_norm=True,
     )
-    return read_vocabulary(config, _renamed(tensors, to_ours=True), source)
+    return read_vocabulary(config, _renamed(tensors, to_ours=True), source, kind=MTP)
 
 
 def _write_mtp(parts: DrafterWeights) -> Fragments:

@@ -19,26 +19,22 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.checkpoints.dialects.base import MOST_DRAFTS, ExportedCheckpoint, Fields, Source, TargetFacts
+from outrider.checkpoints.dialects.base import ExportedCheckpoint, Fields, Source, TargetFacts
 from outrider.checkpoints.dialects.blocks import (
     BlockFields,
-    check_plain_logits,
     read_backbone,
     read_vocabulary,
     write_backbone,
     write_vocabulary,
 )
 from outrider.drafters.base import DrafterWeights
-from outrider.drafters.dflash import DFlashConfig, default_aux_layers
-from outrider.drafters.dflash2 import DFlash2Config
-from outrider.drafters.domino import DominoConfig
-from outrider.drafters.jetspec import JetSpecConfig
-from outrider.drafters.lilicorr import LiLiCorrConfig
+from outrider.drafters.dflash import DFlash, DFlashConfig, default_aux_layers
+from outrider.drafters.dflash2 import DFlash2, DFlash2Config
 
 OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # of DFlash 2
 
 
-def _read_block(fields: BlockFields) -> dict[str, Any]:
+def read_block(fields: BlockFields) -> dict[str, Any]:
     """The arguments of DFlash's config."""
     backbone = read_backbone(fields)
     cap = fields.number("final_logit_softcapping") if fields.raw("final_logit_softcapping") else None  # 0: none
@@ -53,11 +49,11 @@ def _read_block(fields: BlockFields) -> dict[str, Any]:
     }
 
 
-def _embedding_scale(fields: BlockFields) -> float | None:
+def embedding_scale(fields: BlockFields) -> float | None:
     return fields.number("input_embedding_scale") if "input_embedding_scale" in fields else None
 
 
-def _written(parts: DrafterWeights, target: TargetFacts | None, spelling: str) -> ExportedCheckpoint:
+def written_block(parts: DrafterWeights, target: TargetFacts | None, spelling: str) -> ExportedCheckpoint:
     """The checkpoint of the backbone and its block, and of all tensors."""
     config = parts.config
     section: dict[str, Any] = {"mask_token_id": config.mask_token_id}
@@ -75,6 +71,13 @@ def _written(parts: DrafterWeights, target: TargetFacts | None, spelling: str) -
     return ExportedCheckpoint(fields, write_vocabulary(parts))
 
 
+def is_plain(raw: Mapping[str, Any]) -> bool:
+    """Whether nothing in `dflash_config` says that another method has a head on this backbone."""
+    section = raw.get("dflash_config")
+    nested = section if isinstance(section, Mapping) else {}
+    return not nested.get("projector_type") and not raw.get("projector_type") and nested.get("causal_head") is not True
+
+
 class ZLab:
     """DFlash as z-lab publishes it."""
 
@@ -84,12 +87,12 @@ class ZLab:
     prefix = ""
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
-        return self.spelling in (raw.get("architectures") or []) and not _is_domino(raw) and not _is_jetspec(raw)
+        return self.spelling in (raw.get("architectures") or []) and is_plain(raw)
 
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         fields = BlockFields(raw, source, self.name, nested="dflash_config")
-        weights = read_vocabulary(DFlashConfig(**_read_block(fields)), tensors, source)
-        return replace(weights, embedding_scale=_embedding_scale(fields))
+        weights = read_vocabulary(DFlashConfig(**read_block(fields)), tensors, source, kind=DFlash)
+        return replace(weights, embedding_scale=embedding_scale(fields))
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         config = parts.config
@@ -98,7 +101,7 @@ class ZLab:
                 "the z-lab dialect has one block layout, anchor + masks: train with "
                 "drafter.sample_from_anchor=false, or with drafter.algorithm=dspark."
             )
-        return _written(parts, target, self.spelling)
+        return written_block(parts, target, self.spelling)
 
 
 # ----------------------------------------------------------------------------
@@ -142,184 +145,10 @@ class ZLab2:
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         own = read_own(Fields(raw, source.where, self.name).section("dflash_config"))
         fields = BlockFields(raw, source, self.name, nested="dflash_config")
-        weights = read_vocabulary(DFlash2Config(**_read_block(fields), **own), tensors, source)
-        return replace(weights, embedding_scale=_embedding_scale(fields))
+        weights = read_vocabulary(DFlash2Config(**read_block(fields), **own), tensors, source, kind=DFlash2)
+        return replace(weights, embedding_scale=embedding_scale(fields))
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         written = self._zlab.write(parts, target)
         nested = {**written.config["dflash_config"], **write_own(parts.config)}
         return replace(written, config={**written.config, "architectures": [self.spelling], "dflash_config": nested})
-
-
-# ----------------------------------------------------------------------------
-# SpecForge's Domino: z-lab's DFlash with `projector_type: domino` and the fields of the head in `dflash_config`.
-#
-#     gru_hidden_dim, emb_dim     emb_dim may stand at the top, as in SpecForge's own configs
-#     pure_draft_prefix_len       0 where it is left out
-#     shift_label                 sample_from_anchor: every row predicts the token after its own; false where left out
-#     prefix_gru.weight_{ih,hh}_l0, embed_proj.{0,2}.weight      tensors beside DFlash's, names our own
-#
-# A block with shift_label has block_size rows that predict, and all are drafted from here; SpecForge and SGLang train
-# them all and draft from all but the last. Published checkpoints are called DFlashDraftModel, which SGLang loads;
-# SpecForge has come to write DominoDraftModel, which is read too.
-#
-# Source: SpecForge (modeling/draft/domino.py, configs/qwen3-8b-domino.json), SGLang 0.5.23 (models/dflash.py).
-# ----------------------------------------------------------------------------
-
-
-_DOMINO = "domino"
-
-
-def _is_domino(raw: Mapping[str, Any]) -> bool:
-    section = raw.get("dflash_config")
-    nested = section.get("projector_type") if isinstance(section, Mapping) else None
-    return _DOMINO in (nested, raw.get("projector_type"))
-
-
-class SpecForgeDomino:
-    """Domino as its authors publish it."""
-
-    name = "SpecForge"
-    spelling = ZLab.spelling
-    methods: tuple[str, ...] = (DominoConfig.algorithm,)
-    prefix = ""
-
-    def reads(self, raw: Mapping[str, Any]) -> bool:
-        names = raw.get("architectures") or []
-        return "DominoDraftModel" in names or (self.spelling in names and _is_domino(raw))
-
-    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
-        fields = BlockFields(raw, source, self.name, nested="dflash_config")
-        own = {
-            "sample_from_anchor": fields.flag("shift_label", False),
-            "gru_hidden_dim": fields.integer("gru_hidden_dim"),
-            "emb_dim": fields.integer("emb_dim"),
-            "pure_draft_prefix_len": fields.integer("pure_draft_prefix_len", low=0, high=MOST_DRAFTS, default=0),
-        }
-        config = DominoConfig(**{**_read_block(fields), **own})
-        check_plain_logits(config, self.name)
-        return replace(read_vocabulary(config, tensors, source), embedding_scale=_embedding_scale(fields))
-
-    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
-        config = parts.config
-        check_plain_logits(config, self.name)
-        written = _written(parts, target, self.spelling)
-        own = {"projector_type": _DOMINO, "shift_label": config.sample_from_anchor}
-        own |= {name: getattr(config, name) for name in ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")}
-        section = {**written.config["dflash_config"], **own}
-        return replace(written, config={**written.config, "dflash_config": section})
-
-
-# ----------------------------------------------------------------------------
-# JetSpec: z-lab's DFlash with `causal_head: true` in `dflash_config`, which `is_causal: true` stands beside here, for
-# readers of DFlash that know that field alone.
-#
-# Source: hao-ai-lab/JetSpec (models/draft_head.py), which reads it with `from_pretrained`.
-# ----------------------------------------------------------------------------
-
-
-def _is_jetspec(raw: Mapping[str, Any]) -> bool:
-    section = raw.get("dflash_config")
-    return isinstance(section, Mapping) and section.get("causal_head") is True
-
-
-class JetSpecDialect:
-    """What JetSpec adds to z-lab's DFlash."""
-
-    name = "z-lab"
-    spelling = ZLab.spelling
-    methods: tuple[str, ...] = (JetSpecConfig.algorithm,)
-    prefix = ""
-
-    def reads(self, raw: Mapping[str, Any]) -> bool:
-        return self.spelling in (raw.get("architectures") or []) and _is_jetspec(raw) and not _is_domino(raw)
-
-    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
-        fields = BlockFields(raw, source, self.name, nested="dflash_config")
-        config = JetSpecConfig(**{**_read_block(fields), "is_causal": fields.flag("is_causal", True)})
-        check_plain_logits(config, self.name)
-        return replace(read_vocabulary(config, tensors, source), embedding_scale=_embedding_scale(fields))
-
-    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
-        check_plain_logits(parts.config, self.name)
-        written = _written(parts, target, self.spelling)
-        section = {**written.config["dflash_config"], "causal_head": True}
-        return replace(written, config={**written.config, "dflash_config": section})
-
-
-# ----------------------------------------------------------------------------
-# NVIDIA's LiLiCorr: `architectures: ["LiLiCorrDraftModel"]`, z-lab's DFlash with the head's fields in `dflash_config`.
-#
-#     lilicorr_*                           all stated: two of them change no shape, and readers have no defaults
-#     conv_kernel_size, conv_group_size    both, or neither, as without convolutions
-#     lilicorr.*                           tensors beside DFlash's; attn.in_proj_{weight,bias} as torch's own attention
-#
-# Model Optimizer has written the MLPs as sequences (feature_mlp.0, .1 and .3, mlp.0 and .2), which SGLang and we read
-# too; vLLM reads the names that are written here.
-#
-# Source: Model Optimizer's code and export tests (torch/speculative/plugins), models/lilicorr.py of vLLM and SGLang.
-# ----------------------------------------------------------------------------
-
-
-_LILICORR_COUNTS = ("candidate_topk", "num_layers", "num_heads", "factor_dim")
-_LILICORR_NUMBERS = ("mlp_ratio", "vector_eps", "logit_scale")
-_LILICORR_NAMES = (  # ours, theirs, or what theirs were
-    (".attn.in_proj.", ".attn.in_proj_"),
-    ("lilicorr.feature_norm.", "lilicorr.feature_mlp.0."),
-    ("lilicorr.feature_mlp.up_proj.", "lilicorr.feature_mlp.1."),
-    ("lilicorr.feature_mlp.down_proj.", "lilicorr.feature_mlp.3."),
-    (".mlp.up_proj.", ".mlp.0."),
-    (".mlp.down_proj.", ".mlp.2."),
-)
-
-
-class LiLiCorrDialect:
-    """LiLiCorr as NVIDIA's Model Optimizer exports it."""
-
-    name = "ModelOpt"
-    spelling = "LiLiCorrDraftModel"
-    methods: tuple[str, ...] = (LiLiCorrConfig.algorithm,)
-    prefix = ""
-
-    def __init__(self) -> None:
-        self._zlab = ZLab()
-
-    def reads(self, raw: Mapping[str, Any]) -> bool:
-        return self.spelling in (raw.get("architectures") or [])
-
-    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
-        section = Fields(raw, source.where, self.name).section("dflash_config")
-        if not section.flag("lilicorr_enabled", True):
-            raise section.refuse("lilicorr_enabled", "true where the architecture is LiLiCorr's")
-        own: dict[str, Any] = {f"lilicorr_{name}": section.integer(f"lilicorr_{name}") for name in _LILICORR_COUNTS}
-        own |= {f"lilicorr_{name}": section.number(f"lilicorr_{name}") for name in _LILICORR_NUMBERS}
-        own["lilicorr_hidden_size"] = section.integer("lilicorr_hidden_size", low=0)
-        for name in ("conv_kernel_size", "conv_group_size"):
-            own[name] = section.integer(name, low=0, default=0)
-        fields = BlockFields(raw, source, self.name, nested="dflash_config")
-        found = {_renamed(name): tensor for name, tensor in tensors.items()}
-        weights = read_vocabulary(LiLiCorrConfig(**_read_block(fields), **own), found, source)
-        return replace(weights, embedding_scale=_embedding_scale(fields))
-
-    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
-        written, config = self._zlab.write(parts, target), parts.config
-        counts = ("hidden_size", *_LILICORR_COUNTS, *_LILICORR_NUMBERS)
-        own = {"projector_type": "lilicorr", "lilicorr_enabled": True}
-        own |= {f"lilicorr_{name}": getattr(config, f"lilicorr_{name}") for name in counts}
-        if config.conv_kernel_size:
-            own |= {name: getattr(config, name) for name in ("conv_kernel_size", "conv_group_size")}
-        section = {**written.config["dflash_config"], **own}
-        ours, theirs = _LILICORR_NAMES[0]
-        return replace(
-            written,
-            config={**written.config, "architectures": [self.spelling], "dflash_config": section},
-            tensors={name.replace(ours, theirs): tensor for name, tensor in written.tensors.items()},
-        )
-
-
-def _renamed(name: str) -> str:
-    """Our name of a tensor of the head."""
-    if name.startswith("lilicorr."):
-        for ours, theirs in _LILICORR_NAMES:
-            name = name.replace(theirs, ours)
-    return name

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
+from outrider.contrib.jetspec import JetSpec, JetSpecConfig
 from outrider.decoding.batch import Request
 from outrider.decoding.drafting import Drafting
 from outrider.decoding.engine import Engine
@@ -25,7 +26,6 @@ from outrider.drafters.base import DrafterWeights, draft_slots
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.draft import TreeSize
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.jetspec import JetSpec, JetSpecConfig
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import Schedule

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from outrider.checkpoints.registry import Method
 from outrider.drafters.base import BlockInputs, DraftCalibration, DrafterWeights, DraftRows
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig
 from outrider.drafters.layers import (
@@ -160,3 +161,6 @@ class DFlashInputDrafter(BlockDrafter):
             x_TH = layer(x_TH, rope, source)
         for session, count in zip(sessions, counts, strict=True):
             session.length += count
+
+
+METHOD = Method(DFlashInputConfig, DFlashInput)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
+from outrider.contrib.domino import Domino, DominoConfig, PrefixHead, PrefixState
 from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
@@ -23,7 +24,6 @@ from outrider.decoding.request import StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCalibration, DraftCall, DrafterWeights
 from outrider.drafters.dflash import DFlash
-from outrider.drafters.domino import Domino, DominoConfig, PrefixHead, PrefixState
 from outrider.drafters.heads import ConfidenceScaling
 from outrider.evaluation.calibration.collect import FeatureRecorder
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
+from outrider.contrib.dflash_input import DFlashInput, DFlashInputConfig
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights
-from outrider.drafters.dflash_input import DFlashInput, DFlashInputConfig
 from outrider.target.model import Target
 from tests.toys.alignment import check_alignment
 from tests.toys.dialects import config_of, made

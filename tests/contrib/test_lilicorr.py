@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import load_checkpoint
+from outrider.contrib.lilicorr import LatticeHead, LatticeRows, LiLiCorr, LiLiCorrConfig, LiLiCorrDrafter
 from outrider.data.responses import Sample
 from outrider.decoding.batch import Request
 from outrider.decoding.cost import SpsTable
@@ -23,7 +24,6 @@ from outrider.decoding.request import StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
 from outrider.drafters.dflash2 import ConvolvedLayer
-from outrider.drafters.lilicorr import LatticeHead, LatticeRows, LiLiCorr, LiLiCorrConfig, LiLiCorrDrafter
 from outrider.drafters.ngram import HybridDrafter, NgramConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target

@@ -25,6 +25,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from outrider.checkpoints.registry import Method
 from outrider.drafters import layers
 from outrider.drafters.base import BlockInputs, DraftCalibration, DraftCall, DrafterWeights, DraftRows, longest_draft
 from outrider.drafters.chain import sample_chain
@@ -159,3 +160,6 @@ class PEagleDrafter(Eagle3Drafter):
         return sample_chain(
             self.head, hidden_XH.view_as(states_RKH), calls, heads=self.heads, min_confidence=min_confidence
         )
+
+
+METHOD = Method(PEagleConfig, PEagle)

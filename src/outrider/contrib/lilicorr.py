@@ -17,23 +17,27 @@ the vocabulary, so verification stays lossless.
 `conv_kernel_size` and `conv_group_size` put DFlash 2's convolutions around the sublayers of the backbone.
 
 Source: LiLiCorr, arXiv 2608.20530, as NVIDIA's Model Optimizer trains it and vLLM and SGLang serve it, whose parameter
-names these are but for `attn.in_proj` (checkpoints/dialects/zlab.py). The loss is in training/loss.py.
+names these are but for `attn.in_proj` (below). The loss is in training/loss.py.
 Shapes: N blocks, R requests, A those that draw, K positions, c candidates, M = K c lattice rows, H draft hidden,
 h head hidden, Q attention heads, d length of the vectors that are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from outrider.checkpoints.dialects.base import ExportedCheckpoint, Fields, Source, TargetFacts
+from outrider.checkpoints.dialects.blocks import BlockFields, read_vocabulary
+from outrider.checkpoints.dialects.zlab import ZLab, embedding_scale, read_block
+from outrider.checkpoints.registry import Export, Method
 from outrider.drafters.base import BlockInputs, DraftCalibration, DraftCall, DrafterWeights, DraftRows, longest_draft
 from outrider.drafters.chain import Rows, sample_rows
 from outrider.drafters.config import Count
@@ -319,3 +323,115 @@ class LiLiCorrDrafter(BlockDrafter):
         scores = self.module.lilicorr(self.embed(tokens_RKc), log_probs_RKc, hidden_RKH, context_RH)
         rows, longest = LatticeRows(hidden_RKH, tokens_RKc, *scores), longest_draft(calls, self.gamma)
         return sample_rows(rows, longest, calls, heads=self.heads, min_confidence=min_confidence)
+
+
+# ----------------------------------------------------------------------------
+# NVIDIA's LiLiCorr: `architectures: ["LiLiCorrDraftModel"]`, z-lab's DFlash with the head's fields in `dflash_config`.
+#
+#     lilicorr_*                           all stated: two of them change no shape, and readers have no defaults
+#     conv_kernel_size, conv_group_size    both, or neither, as without convolutions
+#     lilicorr.*                           tensors beside DFlash's; attn.in_proj_{weight,bias} as torch's own attention
+#
+# Model Optimizer has written the MLPs as sequences (feature_mlp.0, .1 and .3, mlp.0 and .2), which SGLang and we read
+# too; vLLM reads the names that are written here.
+#
+# Source: Model Optimizer's code and export tests (torch/speculative/plugins), models/lilicorr.py of vLLM and SGLang.
+# ----------------------------------------------------------------------------
+
+
+_LILICORR_COUNTS = ("candidate_topk", "num_layers", "num_heads", "factor_dim")
+_LILICORR_NUMBERS = ("mlp_ratio", "vector_eps", "logit_scale")
+_LILICORR_NAMES = (  # ours, theirs, or what theirs were
+    (".attn.in_proj.", ".attn.in_proj_"),
+    ("lilicorr.feature_norm.", "lilicorr.feature_mlp.0."),
+    ("lilicorr.feature_mlp.up_proj.", "lilicorr.feature_mlp.1."),
+    ("lilicorr.feature_mlp.down_proj.", "lilicorr.feature_mlp.3."),
+    (".mlp.up_proj.", ".mlp.0."),
+    (".mlp.down_proj.", ".mlp.2."),
+)
+
+
+class LiLiCorrDialect:
+    """LiLiCorr as NVIDIA's Model Optimizer exports it."""
+
+    name = "ModelOpt"
+    spelling = "LiLiCorrDraftModel"
+    methods: tuple[str, ...] = (LiLiCorrConfig.algorithm,)
+    prefix = ""
+
+    def __init__(self) -> None:
+        self._zlab = ZLab()
+
+    def reads(self, raw: Mapping[str, Any]) -> bool:
+        return self.spelling in (raw.get("architectures") or [])
+
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
+        section = Fields(raw, source.where, self.name).section("dflash_config")
+        if not section.flag("lilicorr_enabled", True):
+            raise section.refuse("lilicorr_enabled", "true where the architecture is LiLiCorr's")
+        own: dict[str, Any] = {f"lilicorr_{name}": section.integer(f"lilicorr_{name}") for name in _LILICORR_COUNTS}
+        own |= {f"lilicorr_{name}": section.number(f"lilicorr_{name}") for name in _LILICORR_NUMBERS}
+        own["lilicorr_hidden_size"] = section.integer("lilicorr_hidden_size", low=0)
+        for name in ("conv_kernel_size", "conv_group_size"):
+            own[name] = section.integer(name, low=0, default=0)
+        fields = BlockFields(raw, source, self.name, nested="dflash_config")
+        found = {_renamed(name): tensor for name, tensor in tensors.items()}
+        weights = read_vocabulary(LiLiCorrConfig(**read_block(fields), **own), found, source, kind=LiLiCorr)
+        return replace(weights, embedding_scale=embedding_scale(fields))
+
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
+        written, config = self._zlab.write(parts, target), parts.config
+        counts = ("hidden_size", *_LILICORR_COUNTS, *_LILICORR_NUMBERS)
+        own = {"projector_type": "lilicorr", "lilicorr_enabled": True}
+        own |= {f"lilicorr_{name}": getattr(config, f"lilicorr_{name}") for name in counts}
+        if config.conv_kernel_size:
+            own |= {name: getattr(config, name) for name in ("conv_kernel_size", "conv_group_size")}
+        section = {**written.config["dflash_config"], **own}
+        ours, theirs = _LILICORR_NAMES[0]
+        return replace(
+            written,
+            config={**written.config, "architectures": [self.spelling], "dflash_config": section},
+            tensors={name.replace(ours, theirs): tensor for name, tensor in written.tensors.items()},
+        )
+
+
+def _renamed(name: str) -> str:
+    """Our name of a tensor of the head."""
+    if name.startswith("lilicorr."):
+        for ours, theirs in _LILICORR_NAMES:
+            name = name.replace(theirs, ours)
+    return name
+
+
+_MOST_CANDIDATES = 16
+
+
+def _kernel_limits(parts: DrafterWeights) -> list[str]:
+    """Candidates fit the kernels of vLLM and SGLang that walk through them: a power of two, 16 at most."""
+    count = parts.config.lilicorr_candidate_topk
+    if count > _MOST_CANDIDATES or count & (count - 1):
+        raise ValueError(
+            f"lilicorr_candidate_topk {count} has no place there; its LiLiCorr has 1, 2, 4, 8 or 16 candidates a "
+            "position: train with drafter.lilicorr_candidate_topk=8."
+        )
+    return []
+
+
+METHOD = Method(
+    LiLiCorrConfig,
+    LiLiCorr,
+    LiLiCorrDialect(),
+    exports={  # both run it under DFlash's name: the checkpoint's architecture tells them apart
+        "vllm": Export(
+            LiLiCorrDialect(),
+            "dflash",
+            whole_vocabulary=True,
+            targets_vocabulary=True,
+            environment={"VLLM_USE_V2_MODEL_RUNNER": "1"},
+            check=_kernel_limits,
+        ),
+        "sglang": Export(
+            LiLiCorrDialect(), "DFLASH", whole_vocabulary=True, targets_vocabulary=True, check=_kernel_limits
+        ),
+    },
+)

@@ -26,6 +26,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from outrider.checkpoints.dialects.base import MOST_DRAFTS, ExportedCheckpoint, Source, TargetFacts
+from outrider.checkpoints.dialects.blocks import BlockFields, check_plain_logits, read_vocabulary
+from outrider.checkpoints.dialects.zlab import ZLab, embedding_scale, read_block, written_block
+from outrider.checkpoints.registry import Export, Method
 from outrider.drafters.base import BlockInputs, DraftCalibration, DrafterWeights, DraftRows
 from outrider.drafters.config import Count
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig
@@ -156,3 +160,92 @@ class DominoDrafter(BlockDrafter):
     def of_length(self, gamma: int) -> BlockDrafter:
         """As `BlockDrafter`'s, but one draft of a block is corrected at least."""
         return super().of_length(max(gamma, self.module.config.pure_draft_prefix_len + 1))
+
+
+# ----------------------------------------------------------------------------
+# SpecForge's Domino: z-lab's DFlash with `projector_type: domino` and the fields of the head in `dflash_config`.
+#
+#     gru_hidden_dim, emb_dim     emb_dim may stand at the top, as in SpecForge's own configs
+#     pure_draft_prefix_len       0 where it is left out
+#     shift_label                 sample_from_anchor: every row predicts the token after its own; false where left out
+#     prefix_gru.weight_{ih,hh}_l0, embed_proj.{0,2}.weight      tensors beside DFlash's, names our own
+#
+# A block with shift_label has block_size rows that predict, and all are drafted from here; SpecForge and SGLang train
+# them all and draft from all but the last. Published checkpoints are called DFlashDraftModel, which SGLang loads;
+# SpecForge has come to write DominoDraftModel, which is read too.
+#
+# Source: SpecForge (modeling/draft/domino.py, configs/qwen3-8b-domino.json), SGLang 0.5.23 (models/dflash.py).
+# ----------------------------------------------------------------------------
+
+
+_DOMINO = "domino"
+
+
+def _is_domino(raw: Mapping[str, Any]) -> bool:
+    section = raw.get("dflash_config")
+    nested = section.get("projector_type") if isinstance(section, Mapping) else None
+    return _DOMINO in (nested, raw.get("projector_type"))
+
+
+class SpecForgeDomino:
+    """Domino as its authors publish it."""
+
+    name = "SpecForge"
+    spelling = ZLab.spelling
+    methods: tuple[str, ...] = (DominoConfig.algorithm,)
+    prefix = ""
+
+    def reads(self, raw: Mapping[str, Any]) -> bool:
+        names = raw.get("architectures") or []
+        return "DominoDraftModel" in names or (self.spelling in names and _is_domino(raw))
+
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
+        fields = BlockFields(raw, source, self.name, nested="dflash_config")
+        own = {
+            "sample_from_anchor": fields.flag("shift_label", False),
+            "gru_hidden_dim": fields.integer("gru_hidden_dim"),
+            "emb_dim": fields.integer("emb_dim"),
+            "pure_draft_prefix_len": fields.integer("pure_draft_prefix_len", low=0, high=MOST_DRAFTS, default=0),
+        }
+        config = DominoConfig(**{**read_block(fields), **own})
+        check_plain_logits(config, self.name)
+        return replace(read_vocabulary(config, tensors, source, kind=Domino), embedding_scale=embedding_scale(fields))
+
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
+        config = parts.config
+        check_plain_logits(config, self.name)
+        written = written_block(parts, target, self.spelling)
+        own = {"projector_type": _DOMINO, "shift_label": config.sample_from_anchor}
+        own |= {name: getattr(config, name) for name in ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")}
+        section = {**written.config["dflash_config"], **own}
+        return replace(written, config={**written.config, "dflash_config": section})
+
+
+def _sglang_limits(parts: DrafterWeights) -> list[str]:
+    config = parts.config
+    if config.pure_draft_prefix_len != 1:
+        raise ValueError(
+            f"pure_draft_prefix_len {config.pure_draft_prefix_len} is not served there; its Domino corrects "
+            "every draft but the first: train with drafter.pure_draft_prefix_len=1."
+        )
+    return [
+        f"SGLang drafts {config.block_size - 1} tokens with Domino, greedily, in bfloat16 and on CUDA alone, "
+        "among the 2048 likeliest of a block (--speculative-domino-candidate-pool-size 0: among all)."
+    ]
+
+
+METHOD = Method(
+    DominoConfig,
+    Domino,
+    SpecForgeDomino(),
+    exports={
+        "sglang": Export(
+            SpecForgeDomino(),
+            "DFLASH",  # `projector_type` in the checkpoint tells them apart
+            whole_vocabulary=True,
+            targets_vocabulary=True,
+            states_length=False,
+            check=_sglang_limits,
+        )
+    },
+)

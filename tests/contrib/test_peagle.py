@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
+from outrider.contrib.peagle import PEagle, PEagleConfig, PEagleDrafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, DrafterWeights
-from outrider.drafters.peagle import PEagle, PEagleConfig, PEagleDrafter
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.batches import Schedule

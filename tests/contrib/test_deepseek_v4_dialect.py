@@ -13,10 +13,9 @@ from torch import Tensor
 
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, load_weights, save_drafter
 from outrider.checkpoints.describe import describe
-from outrider.checkpoints.dialects import UnknownDialect
 from outrider.checkpoints.dialects.base import Source
-from outrider.checkpoints.dialects.deepseek import DeepSeekV4
-from outrider.drafters.deepseek_v4 import DSparkV4
+from outrider.checkpoints.registry import UnknownDialect
+from outrider.contrib.deepseek_v4 import DeepSeekV4, DSparkV4
 from tests.toys.deepseek_v4 import RAW, published, write
 from tests.toys.dialects import assert_same, made
 

@@ -15,13 +15,7 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import DeepseekV4Model
 
 from outrider.checkpoints.checkpoint import load_checkpoint
-from outrider.decoding.batch import Request
-from outrider.decoding.engine import Engine
-from outrider.decoding.generate import generate
-from outrider.decoding.request import StopRules
-from outrider.decoding.scheduler import EngineConfig
-from outrider.drafters.base import DraftCall, DrafterWeights, DraftModule
-from outrider.drafters.deepseek_v4 import (
+from outrider.contrib.deepseek_v4 import (
     ContextLatents,
     DSparkV4,
     DSparkV4Config,
@@ -30,6 +24,12 @@ from outrider.drafters.deepseek_v4 import (
     Router,
     sinkhorn,
 )
+from outrider.decoding.batch import Request
+from outrider.decoding.engine import Engine
+from outrider.decoding.generate import generate
+from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
+from outrider.drafters.base import DraftCall, DrafterWeights, DraftModule
 from outrider.drafters.layers import BlockLayout
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target

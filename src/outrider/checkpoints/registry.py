@@ -1,0 +1,239 @@
+"""Every drafting method and every checkpoint dialect.
+
+    built in        the methods and dialects of this file
+    installed       `Method` objects that packages declare as entry points of the group `outrider.drafters`
+                    (docs/add-a-drafter.md); src/outrider/contrib/ is found like that, too
+
+    [project.entry-points."outrider.drafters"]
+    bigram = "my_package.bigram:METHOD"
+
+An entry point is loaded when a method is looked up or listed. One that cannot be loaded is left out of lists, and the
+error of whoever asks for its method names it.
+
+The dialects, in the order in which readers are asked; at most one says yes:
+
+installed    those that installed methods bring
+speculators  speculators_model_type   eagle3, dflash, dflash2, dspark, mtp; one envelope, read by vLLM
+z-lab        DFlashDraftModel         DFlash; aux layers and mask token in `dflash_config`; anchor + masks layout
+z-lab        DFlash2DraftModel        DFlash 2; the sizes of convolution and selector beside them
+DeepSpec     Qwen3DSparkModel         DSpark (and DFlash as markov_rank 0); aux layers and mask token at the top level
+EAGLE-3      LlamaForCausalLMEagle3   EAGLE-3, one layer; aux layers in three spellings, DeepSpec's among them
+Medusa       model_type medusa        heads, an LM head each or the target's once
+Outrider     Outrider...Model         any method: `algorithm` and the fields of its config
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from outrider.checkpoints.dialects.base import Dialect
+from outrider.checkpoints.dialects.deepspec import DeepSpec
+from outrider.checkpoints.dialects.eagle3 import Eagle3Dialect
+from outrider.checkpoints.dialects.medusa import MedusaDialect
+from outrider.checkpoints.dialects.own import Own
+from outrider.checkpoints.dialects.speculators import Speculators
+from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.drafters.base import DrafterWeights, DraftModule
+from outrider.drafters.config import DrafterConfig, DrafterSection, section_of
+from outrider.drafters.dflash import DFlash, DFlashConfig
+from outrider.drafters.dflash2 import DFlash2, DFlash2Config
+from outrider.drafters.dspark import DSpark, DSparkConfig
+from outrider.drafters.eagle3 import Eagle3, Eagle3Config
+from outrider.drafters.hydra import Hydra, HydraConfig
+from outrider.drafters.medusa import Medusa, MedusaConfig
+from outrider.drafters.mtp import MTP, MTPConfig
+
+GROUP = "outrider.drafters"
+
+
+def _nothing_left_out(parts: DrafterWeights) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class Export:
+    """How one engine takes the drafters of one method.
+
+    Attributes:
+        dialect: the one that `outrider export` writes for it.
+        name: what its command line calls the method; None: its server is not started with such drafters.
+        also_reads: a further dialect that it loads as its maker wrote it.
+        whole_vocabulary: it takes drafters with the target's whole vocabulary only.
+        widens: the same, and a reduced draft vocabulary is widened on export.
+        scales_embeddings: drafters are given embeddings with the factor that the target multiplies them by (Gemma's),
+            or read none.
+        targets_vocabulary: LM head and embedding are the target's whatever the checkpoint has.
+        states_length: its command line states the number of drafts; False: the checkpoint does.
+        environment: variables that its server needs for the method.
+        check: a sentence for each part of a drafter that it does without; ValueError, naming field and remedy, if it
+            cannot serve the drafter.
+    """
+
+    dialect: Dialect
+    name: str | None = None
+    also_reads: Dialect | None = None
+    whole_vocabulary: bool = False
+    widens: bool = False
+    scales_embeddings: bool = False
+    targets_vocabulary: bool = False
+    states_length: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[DrafterWeights], list[str]] = _nothing_left_out
+
+
+@dataclass(frozen=True)
+class Method:
+    """A drafting method.
+
+    Attributes:
+        config: its config; `algorithm` is the method's name.
+        module: its trainable module, made as `module(config)`.
+        dialect: the dialect its drafters are saved in; None: Outrider's own.
+        also_reads: further dialects of this method.
+        exports: how engines take its drafters, by the engine's name; the built-in methods' are in the engines' files.
+    """
+
+    config: type[DrafterConfig]
+    module: type[DraftModule]
+    dialect: Dialect | None = None
+    also_reads: tuple[Dialect, ...] = ()
+    exports: Mapping[str, Export] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As in a recipe's `drafter.algorithm` and in config.json."""
+        return self.config.algorithm
+
+    @property
+    def section(self) -> type[DrafterSection]:
+        """What a recipe may set of the config."""
+        config: Any = self.config
+        return section_of(config)
+
+    @property
+    def saved_in(self) -> Dialect:
+        """The dialect its drafters are saved in."""
+        return Own(self.config, self.module) if self.dialect is None else self.dialect
+
+
+BUILT_IN: tuple[Method, ...] = (
+    Method(DFlashConfig, DFlash, ZLab()),
+    Method(DSparkConfig, DSpark, DeepSpec()),
+    Method(Eagle3Config, Eagle3, also_reads=(Eagle3Dialect(),)),
+    Method(MedusaConfig, Medusa, also_reads=(MedusaDialect(),)),
+    Method(HydraConfig, Hydra),
+    Method(MTPConfig, MTP),
+    Method(DFlash2Config, DFlash2, ZLab2()),
+)
+
+
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    """The entry points by method, those of our own package first."""
+    found = sorted(entry_points(group=GROUP), key=lambda entry: (not entry.value.startswith("outrider."), entry.name))
+    built_in = {method.name for method in BUILT_IN}
+    return {entry.name: entry for entry in reversed(found) if entry.name not in built_in}
+
+
+@cache
+def _load(name: str) -> Method | ValueError:
+    """The installed method of that name, or why it cannot be had."""
+    entry = _installed()[name]
+    package = "a package" if entry.dist is None else entry.dist.name
+    try:
+        method = entry.load()
+    except Exception as error:
+        return ValueError(
+            f"the drafter {name!r} of {package} ({entry.value}) cannot be loaded: {type(error).__name__}: {error}. "
+            "Repair or uninstall that package."
+        )
+    if not isinstance(method, Method) or method.name != name:
+        return ValueError(f"the entry point {name!r} of {package} ({entry.value}) is no Method of that name.")
+    return method
+
+
+def methods() -> tuple[Method, ...]:
+    """The built-in methods, and the installed ones that can be loaded, by name."""
+    loaded = (_load(name) for name in sorted(_installed()))
+    return (*BUILT_IN, *(method for method in loaded if isinstance(method, Method)))
+
+
+def method_names() -> list[str]:
+    """Names of all methods, also of those that cannot be loaded."""
+    return [*(method.name for method in BUILT_IN), *sorted(_installed())]
+
+
+def method_of(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        ValueError: there is none, with the names that there are, or its package cannot be loaded.
+    """
+    for method in BUILT_IN:
+        if method.name == name:
+            return method
+    if name not in _installed():
+        raise ValueError(f"{name!r} is none of the drafters: {', '.join(method_names())}.")
+    loaded = _load(name)
+    if isinstance(loaded, ValueError):
+        raise loaded
+    return loaded
+
+
+def tree_methods() -> list[str]:
+    """Names of the methods whose drafts can branch."""
+    return [method.name for method in methods() if method.module.drafts_trees]
+
+
+class UnknownDialect(ValueError):
+    """A config.json that belongs to no dialect we read; `raw` is what it says."""
+
+    def __init__(self, message: str, raw: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.raw = raw
+
+
+def dialects() -> tuple[Dialect, ...]:
+    """All dialects: those that installed methods bring, the built-in ones, and our own for methods without another."""
+    known = methods()
+    brought = [
+        dialect
+        for method in known[len(BUILT_IN) :]
+        for dialect in (method.dialect, *method.also_reads)
+        if dialect is not None
+    ]
+    own = [method.saved_in for method in known if method.dialect is None]
+    makers = (Speculators(), ZLab(), ZLab2(), DeepSpec(), Eagle3Dialect(), MedusaDialect())
+    return (*brought, *makers, *own)
+
+
+def dialect_of(raw: Mapping[str, Any], where: object) -> Dialect:
+    """The dialect a config.json is written in.
+
+    Raises:
+        UnknownDialect: it belongs to no dialect we read.
+        ValueError: its architectures are no list of names.
+    """
+    named = raw.get("architectures")
+    if named is not None and (not isinstance(named, list) or any(not isinstance(name, str) for name in named)):
+        raise ValueError(f"{where}: architectures is {named!r}; it must be a list of names.")
+    for dialect in dialects():
+        if dialect.reads(raw):
+            return dialect
+    if named and named[0].endswith(("ForCausalLM", "ForConditionalGeneration")):
+        raise UnknownDialect(
+            f"{where}: architectures {named} is not a drafter dialect Outrider reads but a language model's; "
+            "--drafter lm:DIRECTORY drafts with one.",
+            raw,
+        )
+    known = ", ".join(f"{dialect.spelling} ({dialect.name})" for dialect in dialects())
+    broken = " ".join(str(error) for name in _installed() if isinstance(error := _load(name), ValueError))
+    raise UnknownDialect(
+        f"{where}: architectures {named or []} is not a drafter dialect Outrider reads. Known: {known}."
+        f"{broken and ' '}{broken}",
+        raw,
+    )
