@@ -25,33 +25,43 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 import typer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from outrider.data.responses import Sample
 from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
 from outrider.decoding.request import StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import UNCALIBRATED, DrafterWeights
 from outrider.target.model import Target
-from outrider.training.estimate import MeasuredTarget, measure_step
-from outrider.training.gpu_estimate import GPUS, TARGETS, UTILISATION, estimate_on_gpus, planned_target
+from outrider.training.features import Features, logit_summary
+from outrider.training.loss import BlockObjective
 from outrider.training.recipe import Recipe, load_recipe
-from outrider.training.setup import new_drafter
-from outrider.utils.measure import machine, quartiles, set_up, usable_device, versions
+from outrider.training.setup import Run, new_drafter, training_precision
+from outrider.training.trainer import Trainer
+from outrider.utils.distributed import Ranks
+from outrider.utils.measure import machine, quartiles, set_up, to_host, usable_device, versions
 
 USERS = (1, 8, 32)
 _CONTEXT, _STEPS = 512, 6
 _MOST_TOKENS = 200  # of a response: more than the timed steps can give
 _NAME = "Qwen/Qwen3-8B"
+_SHAPE = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+_SHAPE |= {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+_SHAPE |= {"num_key_value_heads": 8, "tie_word_embeddings": False}
 _TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
 _TINY |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
+_BANDWIDTH = {"a100": 2.0e12, "h100": 3.35e12, "h200": 4.8e12, "b200": 8.0e12}  # bytes of memory a second, data sheets
 _LAUNCH = (4e-6, 12e-6)  # seconds of the host that a kernel launched from Python takes
 
 
@@ -65,7 +75,7 @@ class Prediction:
 
 
 def shape(size: str) -> dict[str, Any]:
-    return TARGETS[_NAME] if size == "8b" else {**TARGETS[_NAME], **_TINY, "max_position_embeddings": 4096}
+    return _SHAPE if size == "8b" else {**_SHAPE, **_TINY, "max_position_embeddings": 4096}
 
 
 def small_recipe(size: str) -> Recipe:
@@ -80,9 +90,10 @@ def small_recipe(size: str) -> Recipe:
 
 def predictions(size: str, kind: str) -> dict[str, Prediction]:
     """From what is known before a run: bytes read, operations, and what a launch costs. Of a GPU of that kind."""
-    gpu = GPUS[kind]
-    target = planned_target(_NAME, "<mask>")
-    read = 2 * (sum(p.numel() for p in target.decoder.layers.parameters()) + target.head_VD.numel()) / gpu.bandwidth
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**_SHAPE))
+    weights = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    read = 2 * weights / _BANDWIDTH[kind]
     fast, slow = _LAUNCH
     alike = {
         "syncs of a greedy step": Prediction(1, 3, "counted on the simulated device"),
@@ -91,11 +102,7 @@ def predictions(size: str, kind: str) -> dict[str, Prediction]:
     }
     if size != "8b":
         return alike
-    recipe = small_recipe(size)
-    plan = estimate_on_gpus(recipe, 1, gpu)
-    step = plan.step_seconds - plan.seconds["features"]
     return alike | {
-        "training step": Prediction(0.5 * step, 2.5 * step, f"{UTILISATION:.0%} of the peak, as in the plan"),
         "plain step, 1 user, eager": Prediction(max(read, 704 * fast), 1.5 * max(read, 704 * slow), "704 launches"),
         "plain step, 1 user, graph": Prediction(read, 1.5 * read, "weights are read once"),
         "plain step, 8 users, graph": Prediction(read, 1.7 * read, "weights once, keys of 8 contexts"),
@@ -111,8 +118,8 @@ def random_target(size: str, device: torch.device) -> Target:
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape(size)), dtype=torch.bfloat16)
-    tokenizer = planned_target(_NAME, "<mask>").tokenizer
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    words = Tokenizer(WordLevel({"<mask>": 0}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, mask_token="<mask>")
     return Target(model, tokenizer, _NAME)
 
 
@@ -205,23 +212,38 @@ def prototypes(target: Target) -> dict[str, float]:
     return found
 
 
+def time_steps(target: Target, recipe: Recipe, prompt: int, response: int) -> dict[str, float]:
+    """`Trainer.rehearse` of two steps of a new drafter, on random features of conversations of one length."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    drafter = new_drafter(recipe, target).to(target.device)
+    ids = torch.arange(drafter.config.draft_vocab_size, device=target.device)
+    tokens = torch.randint(target.vocab_size, (prompt + response,), generator=torch.Generator().manual_seed(0))
+    sample = Sample("random", tokens.tolist(), ((prompt, prompt + response),))
+    samples = [sample] * recipe.optimizer.sequences_per_step
+    objective = BlockObjective(target, ids, recipe.objective, precision=training_precision(recipe, target))
+    run = Run(target, drafter, objective, ids, len(ids) < target.vocab_size, samples=samples, held_out=[sample])
+    aux_SLD = draw(sample.length - 1, len(drafter.config.target_layer_ids), target.hidden_size).half()
+    hidden_RD = draw(response, target.hidden_size).half()
+    features = Features(aux_SLD, hidden_RD, *to_host(logit_summary(target, hidden_RD.to(target.device))))
+    return Trainer(recipe, run, Ranks(device=target.device)).rehearse(2, [features] * len(samples))
+
+
 def training(target: Target, size: str) -> dict[str, float]:
     """Seconds of a step on features at hand, memory, and how often something was compiled."""
     from torch._dynamo.utils import counters
 
     prompt, response = (500, 1000) if size == "8b" else (8, 24)
-    measured = MeasuredTarget(target.name, target.device, target.dtype)
-    measured.target = target  # not loaded
-    recipe = small_recipe(size).model_copy(update={"precision": "bfloat16", "device": str(target.device)})
+    changes = {"precision": "bfloat16", "device": str(target.device), "compile": False}
+    recipe = small_recipe(size).model_copy(update=changes)
     counters.clear()
-    first = measure_step(measured, recipe, prompt, response)
+    first = time_steps(target, recipe, prompt, response)
     compiled = counters["stats"]["unique_graphs"]
-    second = measure_step(measured, recipe, prompt, response)
+    second = time_steps(target, recipe, prompt, response)
     after = counters["stats"]["unique_graphs"] - compiled
     return {
-        "training step, with compilations": first.seconds,
-        "training step": second.seconds,
-        "training peak memory, GB": second.memory / 1e9,
+        "training step, with compilations": first["step_seconds"],
+        "training step": second["step_seconds"],
+        "training peak memory, GB": second["peak_memory_gib"] * 2**30 / 1e9,
         "compilations in training": compiled,
         "compilations after two steps": after,
     }
@@ -233,12 +255,11 @@ def compiled(target: Target, size: str) -> dict[str, float]:
 
     if target.device.type != "cuda":
         return {}
-    measured = MeasuredTarget(target.name, target.device, target.dtype)
-    measured.target = target
     changes = {"precision": "bfloat16", "device": str(target.device), "compile": True}
     counters.clear()
-    cost = measure_step(measured, small_recipe(size).model_copy(update=changes), 500, 1000)
-    return {"training step, layers compiled": cost.seconds, "graphs of layers": counters["stats"]["unique_graphs"]}
+    step = time_steps(target, small_recipe(size).model_copy(update=changes), 500, 1000)
+    graphs = counters["stats"]["unique_graphs"]
+    return {"training step, layers compiled": step["step_seconds"], "graphs of layers": graphs}
 
 
 def tests(minutes: float) -> dict[str, float]:

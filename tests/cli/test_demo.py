@@ -20,7 +20,6 @@ from outrider.report import find_sources
 from outrider.target.model import load_target
 from outrider.training.logging import sparkline
 from outrider.training.recipe import load_recipe
-from outrider.utils import machine
 from outrider.utils.files import file_sha256, weight_files
 from tests.toys.browser import browsing
 from tests.toys.command_line import Run
@@ -32,7 +31,6 @@ RECIPE = "optimizer: {steps: 4, sequences_per_step: 2, anchors_per_sequence: 2}\
 @pytest.fixture
 def directory(tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A target, its drafter as a packaged one, a recipe, and responses to its prompts as packaged ones."""
-    monkeypatch.setattr(machine, "is_busy", lambda: True)  # what is measured is not kept
     for module in (demo, train):
         monkeypatch.setattr(module, "set_up", lambda threads: None)
     (tmp_path / "target").symlink_to(toy / "target")

@@ -312,7 +312,6 @@ def bench_command(
     out: Annotated[Path, option(GENERAL, "directory for points and plots; run again to go on")],
     device: opt.Device = "auto",
     threads: opt.Threads = None,
-    dry_run: opt.RareDryRun = False,
 ) -> None:
     """Put load on an engine, ours or another: throughput against user speed."""
     from outrider.backends.base import Launch
@@ -371,19 +370,6 @@ def bench_command(
     )
 
     most_users = max(users.values())
-    if dry_run:
-        from outrider.cli.dry_run import bench_variants, measured_target, measurements, of_bench
-
-        if backend != "local":
-            raise ValueError(f"--dry-run knows our own engine; how fast {backend} is only a run of it can tell.")
-        found = {name: require_drafter(text, target, thinking) for name, text in texts.items()}
-        times = repeats * len(bench_variants(found, names, target))
-        counts = [(level, users[level], times * max(requests_per_point or 0, users[level])) for level in levels]
-        of_bench(
-            measured_target(target, device, measurements(Terminal())), work.prompts, max_new_tokens,
-            counts=counts, seconds=seconds_per_point and times * seconds_per_point, out=out, console=Terminal(),
-        )  # fmt: skip
-        return
 
     def pick(name: str = "") -> DrafterChoice:
         found = require_drafter(texts[name], target, thinking)
@@ -552,7 +538,6 @@ def simulate_command(
     thinking: Annotated[bool, rare(RECORD, "ask the chat template for it", "--thinking/--no-thinking")] = False,
     device: Annotated[str, rare(RECORD, "auto, cpu, cuda, ...")] = "auto",
     threads: Annotated[int | None, rare(RECORD, "CPU threads; $OMP_NUM_THREADS, else all", min=1, max=1024)] = None,
-    dry_run: Annotated[bool, rare(RECORD, "only say what recording would take", "--dry-run")] = False,
     temperature: Annotated[str, option(RECORD, "as 0, or 0,1: prompts take turns")] = "0",
     top_p: Annotated[float, rare(RECORD, "keep the likeliest tokens of this total probability")] = 1.0,
     coupled: Annotated[bool, rare(RECORD, "by noise of seed and position", "--coupled")] = False,
@@ -601,19 +586,6 @@ def simulate_command(
             raise ValueError("--record needs --tasks: prompts to decode.")
         check_outputs(files=[recording])
         set_up(threads)
-        if dry_run:
-            from outrider.cli.dry_run import measured_target, measurements, of_recording
-            from outrider.data.chat import Chat
-            from outrider.evaluation.loadtest.load import mixed_prompts
-
-            chosen, tokenizer = require_drafter(drafter, target, thinking), Chat.load(target).tokenizer
-            mixed = mixed_prompts(tokenizer, split_names(tasks), max_samples, seed=seed, thinking=thinking)
-            lengths = [len(prompt.tokens) for prompt in mixed]
-            of_recording(
-                measured_target(target, device, measurements(console)), chosen, lengths,
-                most=max_new_tokens, out=recording, console=console,
-            )  # fmt: skip
-            return
         found = record_traces(
             target, drafter, split_names(tasks), traffic=to_record,
             count=max_samples, tokens=max_new_tokens, seed=seed, thinking=thinking, device=device, console=console,
@@ -621,8 +593,6 @@ def simulate_command(
         found.save(recording)
         show_paths(console, recording)
         return
-    if dry_run:
-        raise ValueError("--dry-run is for --record; a prediction takes seconds.")
     if traces is None or profile is None or out is None:
         raise ValueError("give --traces, --profile and --out; or --record FILE to make traces first.")
     check_outputs(out)

@@ -61,7 +61,6 @@ def calibrate_command(
     export_sglang: Annotated[Path | None, option(FILES, "directory for SGLang's calibration file")] = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
-    dry_run: opt.DryRun = False,
 ) -> None:
     """Fit confidences to acceptance; of medusa and hydra, measure accuracies."""
     from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION, add_metadata, load_checkpoint
@@ -98,13 +97,6 @@ def calibrate_command(
     if both := [task for task in measured if where(task) in taken]:
         raise ValueError(f"{', '.join(both)}: in --tasks and --fit-tasks; measure on what was not fitted on.")
     names = list(dict.fromkeys((*fitted, *measured)))
-    if dry_run:
-        from outrider.cli.dry_run import measured_target, measurements, of_calibration, task_texts
-
-        rates = measured_target(target, device, measurements(console))
-        texts = task_texts(rates, ",".join(names), max_samples, max_new_tokens=max_new_tokens, thinking=thinking)
-        of_calibration(rates, texts, checkpoint.weights.module, temperature=temperature, console=console)
-        return
     labels = {task: prompts_label(task) for task in names}
     digest = _digest(directory)
     about = {"target": target, "drafter": digest, "settings": asdict(config), "tasks": list(labels.values())}
@@ -310,7 +302,6 @@ def profile_command(
     seconds: Annotated[float, option("Steps", "fewer repeats, but three, rather than longer", min=0)] = 120.0,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
-    dry_run: opt.RareDryRun = False,
 ) -> None:
     """Measure the cost of a step on this machine, for load-aware policies."""
     from outrider.backends.sglang import TABLE_FILE, write_sps_table
@@ -328,12 +319,6 @@ def profile_command(
     size, choice = choose_tree(tree), choose_drafter(drafter, target)
     if choice is None and size is not None:
         raise ValueError(f"--drafter {drafter}: nothing is drafted, so --tree has no meaning.")
-    if dry_run:
-        from outrider.cli.dry_run import measured_target, measurements, of_profile
-
-        rates = measured_target(target, device, measurements(console))
-        of_profile(rates, choice, None if size is None else size.nodes, config=config, out=out, console=console)
-        return
     loaded = load(target, device)
     ready = None if choice is None else choice.open(loaded, tree=size).drafter
     with counting(console, "profile") as on_progress:

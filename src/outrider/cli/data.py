@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli import options as opt
-from outrider.cli.common import load, responding, training_dtype
+from outrider.cli.common import load, responding, show_lines, training_dtype
 from outrider.cli.options import FILES, GENERAL, MODELS, SAMPLING, option, rare
 from outrider.utils.measure import set_up, usable_device
 from outrider.utils.packaged import packaged
@@ -58,13 +58,15 @@ def prepare_command(
     max_minutes: Annotated[float | None, option(GENERAL, "stop after this long; run again to go on")] = None,
     device: Annotated[str | None, option(GENERAL, "auto, cpu, cuda, ...; the recipe's, else auto")] = None,
     threads: opt.Threads = None,
-    dry_run: opt.DryRun = False,
+    overlap: Annotated[
+        bool, option(FILES, "only print how much text the prompts share with --not-in", "--overlap")
+    ] = False,
 ) -> None:
     """Generate the target's responses for training; run again to go on."""
     from pydantic import ValidationError
 
     from outrider.data.regenerate import DataSection, PromptSource
-    from outrider.training.dataset import responses_path
+    from outrider.training.dataset import recipe_prompts, responses_path
     from outrider.training.recipe import load_recipe
 
     if overrides and recipe is None:
@@ -108,11 +110,10 @@ def prepare_command(
     chosen_seed = seed if seed is not None else base.seed if base else 0
     precision = base.precision if base else "auto"
     place = device or (base.device if base else "auto")
-    if dry_run:
-        from outrider.cli.dry_run import measured_target, measurements, of_prepare
-
-        measured = measured_target(name, place, measurements(Terminal()), precision=precision)
-        of_prepare(data, measured, path, console=Terminal())
+    if overlap:
+        if not data.not_in:
+            raise ValueError("--overlap compares prompts with sets of --not-in: name one.")
+        recipe_prompts(data, lambda line: show_lines(Terminal(), line))
         return
     run(data, name, path, seed=chosen_seed, device=place, precision=precision, console=Terminal())
 

@@ -56,7 +56,6 @@ def demo(
     eval_samples: Annotated[int, option(PROMPTS, "held-out prompts per task", min=1)] = 3,
     eval_tokens: Annotated[int, option(PROMPTS, "new tokens per response, fewer on a slow machine", min=1)] = 96,
     threads: opt.Threads = None,
-    dry_run: opt.DryRun = False,
 ) -> None:
     """Race a drafter, then train, evaluate and report a small one, in ten minutes."""
     from outrider.api.model import Model
@@ -68,11 +67,6 @@ def demo(
     started = time.perf_counter()
     set_up(threads)
     recipe = load_recipe(Path("demo"), overrides or []).model_copy(update={"out": str(out)})
-    if dry_run:
-        from outrider.cli.dry_run import of_demo
-
-        of_demo(recipe, eval_samples, eval_tokens, tasks=",".join(_TASKS), console=console)
-        return
     target = load(recipe.target, recipe.device, console=console)
     shipped = shipped_drafter(recipe.target)
     shown = plain_rate = None
@@ -248,17 +242,14 @@ def add_packaged_responses(recipe: Recipe, target: Target, console: Console) -> 
 
 def fit_training(recipe: Recipe, target: Target, console: Console) -> Recipe:
     """The recipe with as many steps as fit the budget, by a measured step; a run that has begun keeps its own."""
-    from outrider.training.estimate import Measurements, estimate
+    from outrider.training.estimate import estimate
     from outrider.training.state import read_run
 
     if began := read_run(Path(recipe.out) / "state"):
         return _with_steps(recipe, began["settings"]["optimizer"]["steps"])
-    known = Measurements(say=lambda line: show_lines(console, line))
-    known.of(recipe.target, target.device, target.dtype).target = target  # it is loaded already
-    seconds = {part.name: part.seconds for part in estimate(recipe, known).parts}
-    config = recipe.optimizer
-    room = _TRAINING_SECONDS - seconds.get("features", 0.0) - seconds.get("checks", 0.0)
-    fitting = math.floor(config.steps * room / max(seconds.get("steps", 0.0), 1e-9))
+    found, config = estimate(recipe, target, say=lambda line: show_lines(console, line)), recipe.optimizer
+    room = _TRAINING_SECONDS - found.part("features").seconds - found.part("checks").seconds
+    fitting = math.floor(room / max(found.step_seconds, 1e-9))
     steps = min(config.steps, max(fitting, _FEWEST_STEPS))
     if steps < config.steps:
         show_lines(console, f"{steps} steps instead of {config.steps}, for about {_TRAINING_SECONDS:.0f} seconds here")

@@ -84,7 +84,6 @@ def evaluate_command(
     out: Annotated[Path, option(GENERAL, "directory for results.json and plots")],
     device: opt.Device = "auto",
     threads: opt.Threads = None,
-    dry_run: opt.DryRun = False,
 ) -> None:
     """Decode tasks with and without a drafter: speedup, accepted length, same output."""
     from outrider.api.scheduling import choose_scheduling, given
@@ -106,15 +105,6 @@ def evaluate_command(
     on_mlx = backend == "mlx"
     if on_mlx and concurrency > 1:
         raise ValueError("--backend mlx decodes one prompt at a time: leave out --concurrency.")
-    if dry_run:
-        from outrider.cli.dry_run import measured_target, measurements, of_evaluation, task_texts
-
-        if on_mlx:
-            raise ValueError("--dry-run measures PyTorch: leave out --backend mlx.")
-        measured = measured_target(target, device, measurements(Terminal()))
-        texts = task_texts(measured, tasks, max_samples, max_new_tokens=max_new_tokens, thinking=thinking)
-        of_evaluation(measured, texts, out, console=Terminal())
-        return
     with join(device) as ranks:
         console = Terminal(quiet=not ranks.main)
         load_tasks(split_names(tasks), max_samples)  # a mistake in them is told before the target is loaded
@@ -389,7 +379,6 @@ def bench_drafters(
     out: Annotated[Path | None, option(FILES, "JSON file for the figures, and a PNG beside it")] = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
-    dry_run: opt.RareDryRun = False,
 ) -> None:
     """Time drafts by their length, drafters taking turns."""
     from outrider.drafters.draft import TreeSize
@@ -403,14 +392,6 @@ def bench_drafters(
     choices = {name: require_drafter(choice, target) for name, choice in named.items()}
     set_up(threads)
     console = Terminal()
-    if dry_run:
-        from outrider.cli.dry_run import measured_target, measurements, of_drafters
-
-        pairs = [(choice, blocks.get(name)) for name, choice in choices.items()]
-        of_drafters(
-            measured_target(target, device, measurements(console)), pairs, context, repeats=repeats, console=console
-        )
-        return
     loaded = load(target, device)
     opened = [(name, choice.open(loaded, blocks.get(name), trees.get(name))) for name, choice in choices.items()]
     measured = [(found.info(name), found.drafter) for name, found in opened]
@@ -494,10 +475,9 @@ def doctor(
     json_out: Annotated[Path | None, option(FILES, "file for the findings", "--json")] = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
-    dry_run: opt.DryRun = False,
 ) -> None:
     """Check target, drafter and data, or a server; status 1 if a fault is found."""
-    of_checkpoint = {"--data": data, "--eval": evaluation, "--quick": quick, "--dry-run": dry_run}
+    of_checkpoint = {"--data": data, "--eval": evaluation, "--quick": quick}
     of_server = {"--baseline-url": baseline_url, "--served-model": served_model, "--also": also}
     if idle := [name for name, given in (of_checkpoint if base_url else of_server).items() if given]:
         raise ValueError(f"{', '.join(idle)}: {'not together with' if base_url else 'only with'} --base-url.")
@@ -543,14 +523,6 @@ def doctor(
     for place, path in (("--drafter", drafter), ("--data", data)):
         if path is not None and not path.exists():
             raise ValueError(f"{place} {path}: there is nothing of that name.")
-    if dry_run:
-        from outrider.cli.dry_run import measured_target, measurements, of_doctor
-
-        if target is None:
-            raise ValueError("--dry-run: give --target; without one only files are read, which takes seconds.")
-        measured = measured_target(target, device, measurements(console))
-        of_doctor(measured, drafter, data, quick=quick, samples=samples, most=max_new_tokens, console=console)
-        return
     few, short = min(samples, QUICK_SAMPLES), min(max_new_tokens, QUICK_TOKENS)
     inputs = Inputs(thinking=thinking, samples=few, max_new_tokens=short)
     if evaluation is not None:

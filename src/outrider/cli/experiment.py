@@ -27,7 +27,6 @@ from outrider.cli.calibrate import calibrate_command
 from outrider.cli.common import choose_policy, choose_tree, choose_typical, show_lines, split_names
 from outrider.cli.evaluate import bench_drafters, evaluate_command
 from outrider.cli.options import GENERAL, option, verb_options
-from outrider.utils.measure import set_up
 from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def experiment(
     overrides: Annotated[list[str] | None, typer.Argument(help="fields to change: seeds=[0] threads=1 ...")] = None,
     *,
     rows: Annotated[str | None, option(GENERAL, "only these rows, and those whose drafters they are (a,b)")] = None,
-    dry_run: Annotated[bool, option(GENERAL, "only print the commands, and how long each takes", "--dry-run")] = False,
+    dry_run: Annotated[bool, option(GENERAL, "only print the commands", "--dry-run")] = False,
 ) -> None:
     """Train, evaluate and compare a table of drafters (docs/experiments.md)."""
     from outrider.data.sources import DATA
@@ -134,50 +133,12 @@ def experiment(
         os.environ[DATA] = loaded.data_directory
     stages = plan(loaded)
     if dry_run:
-        _dry_run(loaded, stages, console)
+        for number, stage in enumerate(stages, start=1):
+            done = "done: " if stage.done else ""
+            show_lines(console, f"[{number}/{len(stages)}] {done}{shlex.join(['outrider', *stage.args])}")
         return
     check_experiment(loaded, table, stages)
     Runner(stages, jobs=loaded.jobs, logs=Path(loaded.out) / "logs", console=console).run()
-
-
-def _dry_run(table: ExperimentTable, stages: Sequence[Stage], console: Console) -> None:
-    """The commands, done ones too; then what each takes, where that is known before the earlier ones have run."""
-    from outrider.cli.dry_run import measurements, of_stage, spoken_time
-    from outrider.evaluation.experiment import side_by_side
-    from outrider.target.hub import resolve_model
-
-    numbered = [(f"[{number}/{len(stages)}]", stage) for number, stage in enumerate(stages, start=1)]
-    for number, stage in numbered:
-        done = "done: " if stage.done else ""
-        show_lines(console, f"{number} {done}{shlex.join(['outrider', *stage.args])}")
-    try:
-        resolve_model(table.target, download=False)
-    except ValueError:
-        show_lines(console, f"times are not known: the target {table.target} is not on this machine")
-        return
-    bind_to(core_shares(table.jobs)[0])
-    set_up(table.threads)
-    where = ", on the cores of one job" if table.jobs > 1 else ""
-    show_lines(console, f"times{where}; each training is measured by a step of two conversations:")
-    together = {
-        id(stage): min(table.jobs, len(chains))
-        for chains in side_by_side(stages)
-        for stage in chain.from_iterable(chains)
-    }
-    known, whole = measurements(console, brief=True), 0.0
-    for number, stage in numbered:
-        if stage.done:
-            continue
-        name = f"{number} {stage.args[0]} {stage.row}".strip()
-        try:
-            seconds = of_stage(table, stage, _options(stage), known=known).seconds
-        except (ValueError, OSError) as error:
-            show_lines(console, f"{name}: time not known: {error}")
-            continue
-        if seconds:
-            whole += seconds / together[id(stage)]
-            show_lines(console, f"{name}: about {spoken_time(seconds)}")
-    show_lines(console, f"in all about {spoken_time(whole)}, without what has no time above")
 
 
 # ----------------------------------------------------------------------------

@@ -94,8 +94,6 @@ EnginePython = Annotated[str, rare(ENGINES, "python of the engine's environment"
 EngineCommand = Annotated[str | None, rare(ENGINES, "the engine's own command instead")]
 EngineArgs = Annotated[str, rare(ENGINES, "further flags, as one string")]
 
-DryRun = Annotated[bool, option(GENERAL, "only say what it would take: time, memory, disk", "--dry-run")]
-RareDryRun = Annotated[bool, rare(GENERAL, "only say what it would take: time, memory, disk", "--dry-run")]
 Device = Annotated[str, option(GENERAL, "auto (cuda where there is one), cpu, cuda, ...")]
 Threads = Annotated[int | None, option(GENERAL, "CPU threads; $OMP_NUM_THREADS, else all", min=1, max=1024)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from difflib import get_close_matches
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from outrider.cli import options as opt
+from outrider.cli.common import load, show_lines, training_dtype
 from outrider.cli.options import FILES, GENERAL, option
 from outrider.utils.measure import set_up, usable_device
 from outrider.utils.packaged import PACKAGE, name_of
@@ -152,7 +154,7 @@ def init(
         rows = (json.dumps(row_of(conversation), ensure_ascii=False) for conversation in getattr(split, name))
         write_atomically(path, "".join(f"{row}\n" for row in rows))
     write_atomically(recipe, plan.recipe())
-    estimate = _estimated(plan, recipe, files["test"], console=console)
+    estimate = _estimated(plan, recipe, console)
 
     def say(label: str, *lines: str) -> None:
         for number, line in enumerate(lines):
@@ -187,13 +189,13 @@ def _read(prompts: list[str] | None) -> list[Conversation]:
     return [conversation.first_turns(1) for name in PACKAGED for conversation in iterate_prompts(name)]
 
 
-def _estimated(plan: Plan, recipe: Path, tests: Path, console: Console) -> str:
-    """What training and an evaluation take, measured with the target if it is here; writes a recipe of fewer steps if
-    there is no time for all.
+def _estimated(plan: Plan, recipe: Path, console: Console) -> str:
+    """The time and size of the training, measured with the target if it is here. If there is no time for all steps, a
+    recipe of fewer is written.
     """
-    from outrider.cli.dry_run import measured_target, spoken_size, spoken_time, task_texts
+    from outrider.cli.dry_run import spoken_size, spoken_time
     from outrider.target.hub import resolve_model
-    from outrider.training.estimate import Measurements, decoding, estimate
+    from outrider.training.estimate import estimate
     from outrider.training.recipe import load_recipe
     from outrider.utils.files import free_bytes, write_atomically
     from outrider.utils.machine import free_memory_bytes
@@ -209,23 +211,19 @@ def _estimated(plan: Plan, recipe: Path, tests: Path, console: Console) -> str:
 
     try:
         chosen = load_recipe(recipe)
-        known = Measurements(lambda line: console.print(line, style="dim"))
-        found = estimate(chosen, known)
-        if (stepping := next((part.seconds for part in found.parts if part.name == "steps"), 0.0)) > 0:
-            steps = chosen.optimizer.steps
-            fitting = plan.within_budget(steps, found.seconds - stepping, seconds_per_step=stepping / steps)
-            if fitting is not plan:
-                write_atomically(recipe, fitting.recipe())
-                found = estimate(load_recipe(recipe), known)
-        measured = measured_target(plan.chat.name, chosen.device, known, precision=chosen.precision)
-        texts = task_texts(measured, str(tests), _TESTED, max_new_tokens=_TOKENS, thinking=False)
-        each = decoding(measured, "eval", texts, times=2).seconds + measured.rates.load
+        device = usable_device(chosen.device)
+        target = load(chosen.target, device, training_dtype(chosen.precision, device, console), console=console)
+        found = estimate(chosen, target, say=partial(show_lines, console))
     except ValueError as error:
         return f"none: {error}"
-    there = f"free: {spoken_size(free)}, {spoken_size(free_bytes(plan.directory))}"
+    fixed = found.seconds - found.part("steps").seconds
+    fitting = plan.within_budget(found.steps, fixed, seconds_per_step=found.step_seconds)
+    if fitting is not plan:
+        write_atomically(recipe, fitting.recipe())
+        found = found.with_steps(load_recipe(recipe).optimizer.steps)
     return (
-        f"training {spoken_time(found.seconds)}, {spoken_size(found.memory)} of memory, "
-        f"{spoken_size(found.disk)} on disk ({there}); an evaluation {spoken_time(each)}"
+        f"training {spoken_time(found.seconds)}, {spoken_size(found.memory + found.cached)} of memory, "
+        f"{spoken_size(found.disk)} on disk (free: {spoken_size(free)}, {spoken_size(free_bytes(plan.directory))})"
     )
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from outrider.cli import options as opt
-from outrider.cli.common import check_outputs, load, responding, training_dtype
+from outrider.cli.common import check_outputs, load, responding, show_lines, training_dtype
 from outrider.cli.options import option
 from outrider.utils.measure import set_up, today, usable_device
 from outrider.utils.terminal import Terminal
@@ -31,15 +31,16 @@ def train(
     recipe: opt.RecipePath,
     overrides: opt.Overrides = None,
     *,
-    dry_run: opt.DryRun = False,
-    gpus: Annotated[
-        str | None, option(opt.GENERAL, "with --dry-run: on these GPUs, as 8xh100, from the target's config alone")
-    ] = None,
+    dry_run: Annotated[
+        bool, option(opt.GENERAL, "only time a few steps and say what all take: time, memory, disk", "--dry-run")
+    ] = False,
 ) -> None:
     """Train a drafter on the target's responses; run again to go on."""
     import torch
 
+    from outrider.cli.dry_run import show_estimate
     from outrider.training.dataset import check_prompt_files
+    from outrider.training.estimate import estimate
     from outrider.training.feature_store import check_store_fits
     from outrider.training.logging import check_boards
     from outrider.training.parallel import shard_layers
@@ -50,13 +51,6 @@ def train(
     from outrider.utils.distributed import join
 
     chosen = load_recipe(recipe, overrides or [])
-    if gpus is not None:
-        if not dry_run:
-            raise ValueError("--gpus is for --dry-run: a training takes the GPUs that torchrun gives it.")
-        from outrider.cli.dry_run import on_gpus
-
-        on_gpus(chosen, gpus, Terminal())
-        return
     check_outputs(Path(chosen.out))
     check_boards(chosen.log)
     began = saved_run(chosen)
@@ -71,11 +65,6 @@ def train(
         if step >= last_step or patience_spent(chosen.watch, began.get("watch", {})):
             _say_finished(chosen, step, last_step, console=console)
             return
-        if dry_run:
-            from outrider.cli.dry_run import of_training
-
-            of_training(chosen, console)
-            return
         if not began:
             check_store_fits(chosen, check_recipe(chosen))
         if (threads := began.get("threads", torch.get_num_threads())) != torch.get_num_threads():
@@ -89,6 +78,10 @@ def train(
         place = partial(shard_layers, ranks=ranks) if spread else lambda model: None
         dtype = training_dtype(chosen.precision, ranks.device, console, began_with=precision, ranks=ranks)
         target = load(chosen.target, ranks.device, dtype, place=place, console=console)
+        if dry_run:
+            say = partial(show_lines, console)
+            show_estimate(estimate(chosen, target, ranks, say=say), Path(chosen.out), console)
+            return
         run_training(chosen, target, console, ranks=ranks)
         if ranks.main:
             _say_next(chosen, console)
@@ -203,7 +196,6 @@ def write_features(
         int | None, option("Size", "keep at most this much, as a rolling window (features.max_gb)")
     ] = None,
     yes: Annotated[bool, option("Size", "write whatever the size", "--yes")] = False,
-    dry_run: opt.DryRun = False,
 ) -> None:
     """Write the store, or what is missing of it. Processes i of N write the shards i, i + N, ..."""
     from outrider.training.feature_store import (
@@ -216,13 +208,6 @@ def write_features(
 
     console = Terminal()
     number, count = _process(shard, of)
-    if dry_run:
-        from outrider.cli.dry_run import of_features
-
-        planned = _store_recipe(recipe, overrides, max_bytes)
-        set_up(planned.threads)
-        of_features(planned, count, console)
-        return
     chosen, run = _prepare(recipe, overrides, max_bytes, console=console, writes=True)
     if chosen.features.max_gb is not None:
         _fill_window(chosen, run, number, count=count, console=console)

@@ -30,7 +30,7 @@ from outrider.data.responses import Sample
 from outrider.drafters.base import DraftModule, check_fits
 from outrider.drafters.config import draft_vocabulary
 from outrider.target.model import Target, outline_target
-from outrider.training.dataset import choose_draft_ids, recipe_samples
+from outrider.training.dataset import Dataset, choose_draft_ids, recipe_samples
 from outrider.training.features import measure_aux_scale
 from outrider.training.loss import BlockObjective, inverse_ids
 from outrider.training.parallel import check_layers
@@ -204,6 +204,11 @@ def training_precision(recipe: Recipe, target: Target) -> Precision:
 _CHECKPOINT_BYTES = 2 * 4 + 2 * 12
 
 
+def checkpoint_bytes(drafter: DraftModule) -> int:
+    """Bytes that checkpoints and state of a run take on disk, at most at one time."""
+    return _CHECKPOINT_BYTES * sum(p.numel() for p in drafter.parameters())
+
+
 def check_recipe(recipe: Recipe) -> DraftModule:
     """Refuse what the target's config, the drafter to go on from and the free disk rule out, before a model is loaded.
 
@@ -219,8 +224,12 @@ def check_recipe(recipe: Recipe) -> DraftModule:
     else:
         drafter = _resized(load_start(recipe, target).drafter, recipe, target)
     _check_drafter(recipe, target, drafter)
-    size = _CHECKPOINT_BYTES * sum(p.numel() for p in drafter.parameters())
-    check_space(Path(recipe.out), size, "training, for its checkpoints,", remedy="Free some, or choose another out.")
+    check_space(
+        Path(recipe.out),
+        checkpoint_bytes(drafter),
+        "training, for its checkpoints,",
+        remedy="Free some, or choose another out.",
+    )
     return drafter
 
 
@@ -234,33 +243,35 @@ def _check_drafter(recipe: Recipe, target: Target, drafter: DraftModule) -> None
         )
 
 
-def prepare(
-    recipe: Recipe,
-    target: Target,
-    on_progress: Progress = no_progress,
-    ranks: Ranks = ALONE,
-    say: Callable[[str], None] = lambda line: None,
-) -> Run:
-    """Samples, drafter and objective of a recipe, ready for the trainer. Only the main rank regenerates responses,
-    and tells `on_progress` and `say` of it (see `regenerate`).
+def begin(recipe: Recipe, target: Target) -> Start:
+    """The drafter that a recipe asks for, before its samples are known: a mistake here does not cost the responses.
 
     Raises:
-        ValueError: the drafter cannot be what the recipe asks for, or there is nothing to train on.
+        ValueError: the drafter cannot be what the recipe asks for.
     """
     torch.manual_seed(recipe.seed)
-    # First: a mistake here should not cost the responses' minutes.
-    start = load_start(recipe, target) if recipe.start_from is not None else None
-    drafter = new_drafter(recipe, target) if start is None else start.drafter
-    _check_drafter(recipe, target, drafter)
-    samples, held_out, responses = ranks.from_main(lambda: recipe_samples(recipe, target, on_progress, say=say))
-    if start is None:
-        start = fresh(drafter, recipe, target, samples=samples)
+    if recipe.start_from is not None:
+        start = load_start(recipe, target)
+    else:
+        drafter = new_drafter(recipe, target)
+        start = Start(drafter, torch.arange(drafter.config.draft_vocab_size))
+    _check_drafter(recipe, target, start.drafter)
+    return start
+
+
+def assemble(
+    recipe: Recipe, target: Target, start: Start, dataset: Dataset, say: Callable[[str], None] = lambda line: None
+) -> Run:
+    """The run of a drafter (`begin`) on samples: aux scales measured, draft vocabulary chosen, objective built."""
+    samples = dataset.samples
+    if recipe.start_from is None:
+        start = fresh(start.drafter, recipe, target, samples=samples)
     else:
         stored, start = len(start.draft_ids_Vd), with_draft_vocabulary(start, recipe, target, samples=samples)
         if len(start.draft_ids_Vd) != stored:
             say(f"draft vocabulary: {len(start.draft_ids_Vd):,} tokens, {stored:,} in {recipe.start_from}")
-        scale_L = measure_aux_scale(target, samples[:CALIBRATION_SAMPLES], drafter.config.target_layer_ids)
-        start.drafter.rescale_aux(scale_L)
+        layers = start.drafter.config.target_layer_ids
+        start.drafter.rescale_aux(measure_aux_scale(target, samples[:CALIBRATION_SAMPLES], layers))
     ids = start.draft_ids_Vd
     return Run(
         target=target,
@@ -269,8 +280,26 @@ def prepare(
         draft_ids_Vd=ids,
         reduced=len(ids) < target.vocab_size,
         samples=samples,
-        held_out=held_out,
-        responses=responses,
+        held_out=dataset.held_out,
+        responses=dataset.responses,
         origin=start.origin,
         history=start.history,
     )
+
+
+def prepare(
+    recipe: Recipe,
+    target: Target,
+    on_progress: Progress = no_progress,
+    ranks: Ranks = ALONE,
+    say: Callable[[str], None] = lambda line: None,
+) -> Run:
+    """Samples, drafter and objective of a recipe, ready for the trainer. Only the main rank regenerates responses,
+    and reports to `on_progress` and `say` (see `regenerate`).
+
+    Raises:
+        ValueError: the drafter cannot be what the recipe asks for, or there is nothing to train on.
+    """
+    start = begin(recipe, target)
+    dataset = ranks.from_main(lambda: recipe_samples(recipe, target, on_progress, say=say))
+    return assemble(recipe, target, start, dataset=dataset, say=say)

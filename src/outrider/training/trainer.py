@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from outrider.training.batches import (
     total_weight,
 )
 from outrider.training.feature_store import open_features, samples_digest
-from outrider.training.features import FeatureCache, Features, FeatureSource, step_features
+from outrider.training.features import Features, FeatureSource, step_features
 from outrider.training.logging import Meters, MetricsLog, progress_bar, sparkline
 from outrider.training.parallel import LockStep, ParallelStep, whole_drafter
 from outrider.training.recipe import OptimizerSection, Recipe
@@ -219,21 +219,19 @@ class Trainer:
             source.close()
         return self.last_metrics
 
-    def rehearse(self, steps: int, features: Features) -> dict[str, float]:
-        """`Meters.window` of `steps` steps after one that is not counted, with held-out metrics behind them.
-
-        Nothing is written, and the target prefills nothing.
+    def rehearse(self, steps: int, features: Sequence[Features]) -> dict[str, float]:
+        """`Meters.window` of `steps` steps after one that is not counted. Nothing is written.
 
         Args:
-            features: taken for those of every sample, held-out ones too; all are as long as these.
+            features: of every sample of the run.
         """
-        with self._batches(range(steps + 1), repeat(repeat(features))) as batches:
-            for step in range(steps + 1):
+        numbers = range(steps + 1)
+        fetched = ([features[i] for part in self._share(step) for i, _ in part] for step in numbers)
+        with self._batches(numbers, fetched) as batches:
+            for step in numbers:
                 self._step(step, batches)
                 if not step:
                     self.meters.window()
-        with self.meters.evaluation:
-            self._metrics([features] * len(self.run.held_out))
         return self.meters.window()
 
     def _share(self, step: int) -> list[list[Chosen]]:
@@ -364,13 +362,10 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Held-out metrics on fixed anchors. Every rank computes all of them: a sharded target needs them all."""
-        return self._metrics(self.held_out)
-
-    def _metrics(self, features: Sequence[Features] | FeatureCache) -> dict[str, float]:
         drafter = whole_drafter(self.run.drafter)
         batches = held_out_batches(
             self.run.held_out,
-            features,
+            self.held_out,
             drafter.config.gamma,
             anchors_per_sample=_HELD_OUT_ANCHORS,
             device=self.ranks.device,

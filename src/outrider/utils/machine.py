@@ -27,7 +27,6 @@ from outrider.utils.measure import machine
 # A training step is not products alone: casts and float32 parts make a smaller gain no gain.
 _WORTH_IT = 0.8
 _ROWS, _WIDTH = 512, 1024  # of the product that is timed: about a GFLOP
-_STEADY = 1.5  # of equal products, the median over the fastest on a machine that does nothing else
 _SECONDS = 0.2  # at least one product of each type, and more while there is time
 # Of free memory, for each of the training and the held-out features.
 _MEMORY_SHARE = 0.25
@@ -57,12 +56,12 @@ def bfloat16_ratio() -> float:
     return _seconds(left.bfloat16(), right.bfloat16()) / _seconds(left, right)
 
 
-def _seconds(left: torch.Tensor, right: torch.Tensor, least: float = _SECONDS) -> float:
+def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:
     """The fastest of several products; the first, which sets up kernels, counts only where it is slow by itself."""
     found: list[float] = []
     began = time.perf_counter()
     with torch.no_grad():
-        while len(found) < 2 or time.perf_counter() - began < least:
+        while len(found) < 2 or time.perf_counter() - began < _SECONDS:
             started = time.perf_counter()
             torch.nn.functional.linear(left, right)
             found.append(time.perf_counter() - started)
@@ -77,21 +76,11 @@ def _cached_ratio() -> float:
     return ratio
 
 
-def is_busy() -> bool:
-    """Whether other processes take the processor: equal products then take unequal times."""
-    left, right = torch.ones(64, _WIDTH), torch.ones(_WIDTH, _WIDTH)
-    found = sorted(_seconds(left, right, least=0.0) for _ in range(40))
-    return found[20] > _STEADY * found[0]
-
-
-def remembered(
-    file: str, key: str, measure: Callable[[], Any], kind: type, keep: Callable[[], bool] = lambda: True
-) -> Any:
-    """The value under `key` of a JSON file in the user's cache directory; measured where it is not there.
+def remembered(file: str, key: str, measure: Callable[[], Any], kind: type) -> Any:
+    """The value under `key` of a JSON file in the user's cache directory; measured if it is not there.
 
     Args:
         kind: of the value; another one is measured again.
-        keep: asked after a measurement: False leaves the file as it is.
     """
     path = cache_dir() / file
     known: dict[str, Any] = {}
@@ -100,8 +89,6 @@ def remembered(
         known = found if isinstance(found, dict) else {}
     if not isinstance(known.get(key), kind):
         known[key] = measure()
-        if not keep():
-            return known[key]
         with contextlib.suppress(OSError):  # a read-only home: measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(known, indent=1))

@@ -10,11 +10,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 import outrider.cli.bench as bench
-from outrider.api.drafter import DrafterChoice
 from outrider.backends.local import Kinds, NamedDrafter, choose_variants, is_adaptive, match_variants
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.cli.common import load
-from outrider.cli.dry_run import bench_variants
 from outrider.decoding.profile import ProfileConfig, measure_profile
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.ngram import NgramDrafter
@@ -66,13 +64,6 @@ def test_variants_are_built_of_their_drafters() -> None:
     assert [variant.name for _, variant in alone] == ["none", "fixed-3"]
     with pytest.raises(ValueError, match=r"^variant fixed-30"):
         choose_variants([NamedDrafter("", long)], ["fixed-30"])
-
-
-def test_a_dry_run_counts_the_variants_of_all(toy: Path) -> None:
-    choices = {"d": DrafterChoice("directory", str(toy / "drafter")), "n": DrafterChoice("ngram", "", 3)}
-    found = bench_variants(choices, ["fixed-*", "n/fixed-2", "look-ahead+skip"], str(toy / "target"))
-    assert found[0] == "none" and {"n/fixed-1", "n/fixed-2", "n/fixed-3", "d/fixed-7"} < set(found)
-    assert "d/look-ahead+skip" in found and "n/look-ahead+skip" not in found and len(set(found)) == len(found)
 
 
 def test_drafters_may_join_a_sweep_and_none_may_change(tmp_path: Path) -> None:
