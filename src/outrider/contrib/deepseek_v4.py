@@ -561,9 +561,6 @@ class DSparkV4(DSpark):
                 assert isinstance(layer, DraftLayer)
                 layer.ffn.gate.balance(self.config.balance_rate, summed)
 
-    def active_share(self, name: str) -> float:
-        return self.config.num_experts_per_tok / self.config.n_routed_experts if ".experts." in name else 1.0
-
     def packed(self, device: torch.device, dtype: torch.dtype) -> DSparkV4:
         copy = super().packed(device, dtype)
         for layer in copy.layers:

@@ -590,10 +590,6 @@ class DraftModule(Packable, ABC):
     def after_step(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Called after each optimizer step of a training, on every rank; `summed` adds up a tensor over ranks."""
 
-    def active_share(self, name: str) -> float:
-        """Of a parameter, the share that a row is multiplied with: less than 1 where experts are chosen."""
-        return 1.0
-
     @property
     def algorithm(self) -> str:
         """The method's name, as in a recipe's `drafter.algorithm`."""
