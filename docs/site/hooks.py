@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "runs" / "reference"  # written by reference.py
-# Where a file of the repository is on the site. Fields of recipes have a generated page there, made from this source.
+# Where a file of the repository is on the site. Pages of recipe fields and metrics are generated from these sources.
 PLACES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -22,6 +22,7 @@ PLACES = {
     "benchmarks/README.md": "reference/benchmarks.md",
     "docs/site/symptoms.md": "symptoms.md",
     "src/outrider/training/recipe.py": "reference/recipe.md",
+    "src/outrider/serving/metrics.py": "reference/metrics.md",
 }
 # Room for commands of 100 characters; names of options and files in tables break at spaces only.
 STYLE = """

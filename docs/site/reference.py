@@ -129,7 +129,7 @@ def metrics() -> Iterator[str]:
 def symptoms() -> Iterator[str]:
     """Under each check of the doctor, what a finding means and what to do."""
     yield (Path(__file__).parent / "symptoms.md").read_text()
-    doctor = SOURCE / "evaluation" / "doctor"
+    doctor = SOURCE / "doctor"
     functions: dict[str, ast.FunctionDef] = {}
     for file in ("data.py", "drafter.py"):
         nodes = ast.parse((doctor / file).read_text()).body

@@ -1,4 +1,4 @@
-"""docs/engines.md, followed: its example engine is exported for, started, loaded and measured with no other edit."""
+"""docs/add-an-engine.md, followed: its example engine is exported for, started, loaded and measured with no other edit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.toys.dialects import VD, made
 from tests.toys.fake_engine import executable
 from tests.toys.target_directory import save_toy_target
 
-GUIDE = Path(__file__).parents[2] / "docs" / "engines.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "add-an-engine.md"
 
 
 @pytest.fixture

@@ -47,14 +47,17 @@ from tests.toys.command_line import Run, check_error
 from tests.toys.documentation import (
     CARDS,
     HISTORY,
+    LINK,
     NO_TEST,
     OTHERS,
     PAGES,
     ROOT,
     RUN_BY,
+    anchors,
     command_rows,
     documented_commands,
     other_rows,
+    prose_of,
     words_of,
 )
 from tests.toys.targets import randomise
@@ -702,14 +705,23 @@ def test_the_installed_command_ends_a_mistake_in_one_line() -> None:
     assert not found.stdout
 
 
-def test_links_of_the_documentation_lead_to_files_of_the_repository() -> None:
-    """`make docs` checks them on the site, where docs/site/hooks.py has rewritten some, and their anchors."""
-    links = []
-    for page in PAGES:
-        prose = re.sub(r"^```[\s\S]*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        links += [(page, link) for link in re.findall(r"\]\((?![a-z]+:)([^)#\s]+)", prose)]
-    lost = [f"{page.relative_to(ROOT)}: {link}" for page, link in links if not (page.parent / link).exists()]
+def test_links_of_the_documentation_lead_to_files_and_headings_of_the_repository() -> None:
+    """`make docs` checks them on the site, where docs/site/hooks.py has rewritten some."""
+    links = [(page, *link) for page in PAGES + CARDS for link in LINK.findall(prose_of(page))]
+    lost = []
+    for page, file, anchor in links:
+        there = page.parent / file if file else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            lost.append(f"{page.relative_to(ROOT)}: {file}#{anchor}")
     assert len(links) > 100 and not lost
+
+
+def test_pages_that_code_names_are_there() -> None:
+    files = [path for top in ("src", "tests", "benchmarks") for path in (ROOT / top).rglob("*") if path.is_file()]
+    code = [path for path in files if path.suffix in (".py", ".yaml", ".js", ".sh", ".c")]
+    named = {name for path in code for name in re.findall(r"docs/[\w/-]+\.md\b", path.read_text(encoding="utf-8"))}
+    lost = [name for name in sorted(named) if not (ROOT / name).is_file()]
+    assert named and not lost
 
 
 @pytest.mark.parametrize(

@@ -168,12 +168,12 @@ def run_there(code: str) -> str:
 
 
 def test_temperatures_of_drafts_are_lost_and_the_page_repairs_it() -> None:
-    """When this fails, vLLM copies temperatures to drafts on a CPU: docs/engines/vllm-cpu-sampled-drafts has ended."""
+    """When this fails, vLLM copies temperatures to drafts on a CPU: vllm-cpu-sampled-drafts of docs/engines.md has ended."""
     printed = run_there(f"""
 import torch
 import vllm._C
 from vllm.utils import cpu_triton_utils
-{block_of("engines/vllm-cpu-sampled-drafts.md")}
+{block_of("engines.md")}
 x, ends, out = torch.tensor([0.5, 0.0]), torch.tensor([2, 5], dtype=torch.int32), torch.full((5,), -3.0)
 cpu_triton_utils._expand_kernel_impl(out, x, ends, 0, 1)
 print(out.tolist(), expand_batch_to_tokens(x, ends, 5, 0, 1).tolist())

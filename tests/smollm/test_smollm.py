@@ -155,7 +155,7 @@ def test_eight_tokens_cost_little_more_than_one(smollm: Target) -> None:
 def test_plain_decoding_keeps_up_with_transformers(smollm: Target) -> None:
     figures = plain_against_transformers(smollm, repeats=3, new_tokens=48)
     assert figures["identical"]
-    # 1.7 to 1.9 on an EPYC with AVX-512, 0.8 on a Xeon with AMX (docs/log.md): the bound finds a lost fast path only.
+    # 1.7 to 1.9 on an EPYC with AVX-512, 0.8 on a Xeon with AMX: the bound finds a lost fast path only.
     assert figures["ratio"] > 0.6
 
 

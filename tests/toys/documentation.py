@@ -69,6 +69,21 @@ NEEDS = {
 }
 
 
+LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?\)")  # (file, anchor) of a relative link
+
+
+def prose_of(page: Path) -> str:
+    """A Markdown page without its fenced blocks."""
+    return re.sub(r"^```[\s\S]*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a Markdown page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
+    texts = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower()) for text in texts}
+
+
 def documented_commands(page: Path) -> list[tuple[list[str], bool]]:
     """Words behind `outrider` of every command on a Markdown page, and whether it stands in a block of commands."""
     text, found = page.read_text(encoding="utf-8"), []

@@ -36,7 +36,7 @@ def response(prompt: Sequence[int], length: int) -> list[int]:
 class FakeEngine:
     """`drafts` 0: no speculation.
 
-    `style`: vllm (ids, metrics), forge (ids, usage; the engine of docs/engines.md), llama.cpp (text, timings) or openai
+    `style`: vllm (ids, metrics), forge (ids, usage; docs/add-an-engine.md), llama.cpp (text, timings) or openai
     (text only).
     """
 

@@ -11,7 +11,7 @@ YARDSTICK_MICROSECONDS = 46.0  # on that machine
 
 
 def slowness() -> float:
-    """Of this core now, against the quiet machine of docs/results.md; 1 where it is as fast or faster.
+    """Of this core now, against a quiet machine; 1 where it is as fast or faster.
 
     The yardstick is what plans are made of: a product, a radix sort and a sum of 256 x 16 numbers. It is timed as they
     are, by the least of several medians: on a busy machine the least of all calls is much below.

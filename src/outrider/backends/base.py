@@ -6,7 +6,7 @@
     Request --request_fields--> a streamed answer                `outrider bench --backend NAME`
 
 Every engine is one subclass of `ExternalEngine` in a file of its own and one line of backends/registry.py
-(docs/engines.md shows how to add one).
+(docs/add-an-engine.md shows how to add one).
 """
 
 from __future__ import annotations

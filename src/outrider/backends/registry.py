@@ -1,4 +1,4 @@
-"""Every engine beside Outrider's own: one line each (docs/engines.md). Those that serve no HTTP are here as well:
+"""Every engine beside Outrider's own: one line each (docs/add-an-engine.md). Those that serve no HTTP are here as well:
 
 --to zlab           dflash, dflash2                               z-lab's dflash 0.1.0
 --to deepspec       dspark                                        DeepSpec
