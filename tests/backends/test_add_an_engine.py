@@ -1,4 +1,4 @@
-"""docs/add-an-engine.md, followed: its example engine is exported for, started, loaded and measured with no other edit."""
+"""docs/add-an-engine.md: its example engine is exported for, started, loaded and measured with no other edit."""
 
 from __future__ import annotations
 

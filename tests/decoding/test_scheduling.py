@@ -687,7 +687,7 @@ def test_a_request_that_turned_good_drafts_again() -> None:
 # Planning time
 
 
-# The limits are about twice what a quiet machine took (benchmarks/planning.py): they find a plan that became much slower,
+# The limits are about twice what a quiet machine took (benchmarks.planning): they find a plan that became much slower,
 # and leave room for processors on which the yardstick and a plan do not slow down alike (a tenth was seen).
 
 

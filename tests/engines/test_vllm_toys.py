@@ -168,7 +168,7 @@ def run_there(code: str) -> str:
 
 
 def test_temperatures_of_drafts_are_lost_and_the_page_repairs_it() -> None:
-    """When this fails, vLLM copies temperatures to drafts on a CPU: vllm-cpu-sampled-drafts of docs/engines.md has ended."""
+    """When this fails, vLLM copies temperatures to drafts on a CPU, and vllm-cpu-sampled-drafts has ended."""
     printed = run_there(f"""
 import torch
 import vllm._C
