@@ -275,9 +275,9 @@ def _introduction(checkpoint: Checkpoint, name: str) -> str:
         f"# {name}\n\n"
         f"A {type(checkpoint.weights.module).__name__} draft model for speculative decoding of "
         f"**{target_name(checkpoint.metadata)}**, trained with\n"
-        "Outrider. It proposes blocks of tokens, the target checks a block in one pass and keeps what fits its own\n"
-        "distribution. The output is distributed exactly as the target's; at temperature 0 it is the same text,\n"
-        "numerical ties apart. On its own this model generates nothing."
+        "Outrider. It proposes blocks of tokens; the target scores a block in one forward and keeps the longest\n"
+        "accepted prefix. The output has exactly the target's distribution; at temperature 0 it is the same text\n"
+        "up to numerical ties. This model generates nothing by itself."
     )
 
 
@@ -341,7 +341,7 @@ def _training(metadata: Mapping[str, Any]) -> str:
     recipe = metadata["recipe"]
     lines = ["## Training", "", f"{metadata['step']:,} steps of {recipe['optimizer']['steps']:,}."]
     if metadata.get("history"):
-        lines += ["It went on from a drafter that was trained before:", ""]
+        lines += ["It started from the drafter of earlier trainings:", ""]
         lines += [f"{number}. {_stage(stage)}" for number, stage in enumerate(metadata["history"], start=1)]
         lines += ["", "The last training:"]
     lines += ["", f"* optimizer: {listed(recipe['optimizer'])}", f"* objective: {listed(recipe['objective'])}"]
@@ -364,7 +364,7 @@ def _limits(checkpoint: Checkpoint, many: Sequence[Results]) -> str:
     lines = [
         "## Limits",
         "",
-        "* It fits this one target. What the output says, and what is wrong with it, is the target's.",
+        "* It fits this target only; the content and the errors of the output are the target's.",
     ]
     lines.append("* How much it helps depends on the text: the closer to the training prompts, the more is accepted.")
     if config.draft_vocab_size < config.vocab_size:
@@ -379,7 +379,7 @@ def _limits(checkpoint: Checkpoint, many: Sequence[Results]) -> str:
         if t.speedup < 1
     ]
     if slower:
-        lines.append(f"* Slower than plain decoding on {', '.join(slower)} where it was measured.")
+        lines.append(f"* Slower than plain decoding on {', '.join(slower)} when measured.")
     return "\n".join(lines)
 
 
@@ -388,7 +388,7 @@ def _licence(checkpoint: Checkpoint, license: str | None) -> str:
     metadata = checkpoint.metadata
     text = f"## Licence\n\nWeights: {license}." if license else "## Licence"
     if metadata.get("history"):
-        text += "\n\nTraining went on from an earlier drafter, whose licence applies to these weights too."
+        text += "\n\nTraining started from an earlier drafter, whose licence applies to these weights as well."
     if checkpoint.weights.module.starts_from_target:
         copied = [{**metadata, **stage} for stage in trainings(metadata) if stage.get("initialize_from_target")]
         if sources := dict.fromkeys(map(target_name, copied)):
