@@ -49,11 +49,10 @@ from outrider.checkpoints.checkpoint import load_drafter
 from outrider.checkpoints.published import shipped_drafter
 from outrider.data.chat import Chat
 from outrider.data.sources import load_prompts
-from outrider.decoding.batch import Request
 from outrider.decoding.cost import Profile
 from outrider.decoding.engine import Engine
 from outrider.decoding.profile import setting_of
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.drafters.ngram import HybridDrafter
 from outrider.evaluation.loadtest.load import Ask
 from outrider.evaluation.loadtest.simulate import SimulatedEngine

@@ -38,9 +38,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.responses import Sample
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import UNCALIBRATED, DrafterWeights
 from outrider.target.model import Target

@@ -42,9 +42,8 @@ from outrider.backends.openai import read_metrics
 from outrider.cli.serve import build_server
 from outrider.data.chat import Chat
 from outrider.data.sources import load_prompts
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import SamplingParams

@@ -23,18 +23,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import outrider.decoding.round as rounds
+import outrider.decoding.engine as engine_module
+import outrider.decoding.scoring as scoring
 from outrider.backends.local import build_variant, limited
 from outrider.checkpoints.checkpoint import load_drafter
 from outrider.checkpoints.published import shipped_drafter
 from outrider.data.chat import Chat
 from outrider.data.sources import load_prompts
-from outrider.decoding.batch import Request, StepBatch
 from outrider.decoding.cost import Profile
 from outrider.decoding.drafting import Drafting
 from outrider.decoding.engine import Engine
 from outrider.decoding.gate import History, SkipDrafting
-from outrider.decoding.request import RequestState, StopRules
+from outrider.decoding.request import Request, RequestState, StopRules
 from outrider.decoding.scheduler import EngineConfig, Scheduler
 from outrider.drafters.base import Drafter
 from outrider.drafters.dflash import BlockDrafter
@@ -55,19 +55,19 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (SkipDrafting, "depths"),
         (History, "gate_view"),
         (Drafting, "record"),
-        (StepBatch, "view"),
+        (Engine, "schedule"),
     ],
     "drafter: reads": [(Drafting, "read"), (Drafting, "read_overdue")],
     "drafter: attention": [(CachedKeys, "attend")],
     "drafter: block": [(BlockDrafter, "block_hidden")],
     "drafter: chain": [(BlockDrafter, "propose")],
     "matrix products": [(PackedLinear, "forward"), (PackedLinear, "__call__")],
-    "target: set-up": [(RaggedStep, "__init__"), (StepBatch, "score")],
+    "target: set-up": [(RaggedStep, "__init__"), (Engine, "score")],
     "layers' kernels": [(LayerKernels, name) for name in ("forward", "before_attention", "after_attention")],
     "target: attention": [(RaggedStep, "attend")],
     "target: the rest": [(FusedDecoder, "run"), (Target, "forward_ragged")],
-    "verify": [(StepBatch, "_target_rows"), (rounds, "verify")],
-    "keep rows": [(PagedKV, "keep_paths"), (StepBatch, "close")],
+    "verify": [(scoring, "target_rows"), (engine_module, "verify_all")],
+    "keep rows": [(PagedKV, "keep_paths"), (Engine, "commit")],
     "commit, text": [(RequestState, "commit")],
     "step: the rest": [(Engine, "step")],
 }

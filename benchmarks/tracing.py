@@ -19,9 +19,7 @@ import argparse
 import json
 import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+import outrider.decoding.engine as engine_module
 from outrider.api.model import load
 from outrider.cli.serve import build_server
-from outrider.decoding.batch import Request, StepBatch
-from outrider.decoding.request import StopRules, TextStream
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
+from outrider.decoding.text import TextStream
 from outrider.sampling import SamplingParams
 from outrider.serving.inspector import trace_json
 from outrider.target.hub import EMBEDDED_ID
@@ -91,16 +90,15 @@ def inside(users: int, tokens: int, temperature: float) -> tuple[float, float, f
         model, EngineConfig(), None, max_waiting=users, max_new_tokens=None, name=None, thinking=False
     )
     engine, tokenizer, spent = server.worker.engine, server.tokenizer, {"trace": 0.0, "step": 0.0, "json": 0.0}
-    originals = {name: getattr(StepBatch, name) for name in ("look_at_paths", "trace")}
+    original = engine_module.report
 
-    def timed(original: Callable[..., Any], *about: Any) -> Any:
+    def timed(*about: Any, **named: Any) -> Any:
         started = time.perf_counter()
-        found = original(*about)
+        fields = original(*about, **named)
         spent["trace"] += time.perf_counter() - started
-        return found
+        return fields
 
-    for name, original in originals.items():
-        setattr(StepBatch, name, partialmethod(partial(timed, original)))
+    engine_module.report = timed
     params, rules = SamplingParams(temperature=temperature, seed=0), StopRules(tokens, stop_ids=())
     for user in range(users):
         engine.submit(
@@ -119,8 +117,7 @@ def inside(users: int, tokens: int, temperature: float) -> tuple[float, float, f
         spent["step"] += ended - began
         spent["json"] += time.perf_counter() - ended
         steps += 1
-    for name, original in originals.items():
-        setattr(StepBatch, name, original)
+    engine_module.report = original
     return spent["step"] / steps, spent["trace"] / spent["step"], spent["json"] / spent["step"]
 
 

@@ -329,12 +329,19 @@ def choose_rows(probs_NV: Tensor, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose_together(probs: Sequence[Tensor], sources: Sequence[RandomSource]) -> list[int | Exception]:
-    """Of each distribution [V] on a GPU the index that its source chooses, or what is wrong with it; read at once."""
-    if not probs:
-        return []
+    """The index that each source chooses from its distribution [V], or what is wrong with it; a GPU is read once."""
+    if not any(probs_V.is_cuda for probs_V in probs):
+        return [_chosen(probs_V, source) for probs_V, source in zip(probs, sources, strict=True)]
     uniforms_N = on_device([source.uniform() for source in sources], probs[0].device, torch.float64)
     indices, totals = torch.stack([x_N.double() for x_N in choose_rows(torch.stack(list(probs)), uniforms_N)]).tolist()
     return [int(i) if total > 0 else not_finite(total) for i, total in zip(indices, totals, strict=True)]
+
+
+def _chosen(probs_V: Tensor, source: RandomSource) -> int | Exception:
+    try:
+        return source.choose(probs_V)
+    except Exception as error:
+        return error
 
 
 # ----------------------------------------------------------------------------

@@ -15,13 +15,13 @@ import outrider.api.scheduling as scheduling
 from outrider.api.scheduling import BY_PROFILE, UNGATED, choose_scheduling
 from outrider.cli.serve import build_server
 from outrider.data.sources import TaskSettings
-from outrider.decoding.batch import Output
 from outrider.decoding.cost import Curve, LearnedCost
 from outrider.decoding.drafting import Drafting
 from outrider.decoding.engine import Engine
 from outrider.decoding.gate import AlwaysDraft, SkipDrafting
 from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, ThresholdPolicy
 from outrider.decoding.profile import MachineProfile, setting_of
+from outrider.decoding.request import Output
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft import TreeSize

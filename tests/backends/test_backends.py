@@ -23,8 +23,7 @@ from outrider.backends.launch import free_port, launched
 from outrider.backends.openai import Endpoint, Part, ServerBackend, acceptance_between, parse_event, read_metrics
 from outrider.backends.registry import engine_of, server_of, servers
 from outrider.backends.transformers import HfDecoder, load_causal_lm
-from outrider.decoding.batch import Request
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.evaluation.loadtest.engines import (
     SequentialBackend,
     mlx_engine,

@@ -27,11 +27,11 @@ from outrider.cli.main import app
 from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings
-from outrider.decoding.drafting import Drafting
-from outrider.decoding.generate import SingleRequest, acceptance, generate, stream
+from outrider.decoding.engine import Engine, Step, config_alone
+from outrider.decoding.generate import acceptance, generate, stream
 from outrider.decoding.policies import FixedPolicy, ThresholdPolicy
-from outrider.decoding.request import StopRules
-from outrider.drafters.base import DraftCall, DrafterWeights
+from outrider.decoding.request import Request, StopRules
+from outrider.drafters.base import DraftCall, DrafterWeights, draft_slots
 from outrider.drafters.dflash import FULL, SLIDING, DFlash, DFlashConfig
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark, DSparkConfig
@@ -39,10 +39,12 @@ from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.drafters.ngram import NgramDrafter
 from outrider.evaluation.evaluate import decode_turns
 from outrider.evaluation.loadtest.metrics import Frontier
-from outrider.sampling import RandomSource, SamplingParams, SeededSource, SeenTokens, warp
+from outrider.sampling import Randomness, RandomSource, SamplingParams, SeededSource, SeenTokens, warp
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import Target, load_target
+from outrider.target.paged import Span
 from tests.proof.enumeration import exact_output_distribution, exact_target_distribution, max_deviation
+from tests.toys.alignment import read_prompt
 from tests.toys.example_drafter import Bigram, BigramConfig
 from tests.toys.mlx_models import MLX_TOYS, mlx_model, mlx_toy, plain_mlx
 from tests.toys.oracle import Oracle, chain_of, row_of
@@ -72,18 +74,17 @@ def distance_after_rollback(family: str) -> float:
     """Logits after a forward of which 2 of 5 rows were kept, twice, against a forward that saw the kept ones only."""
     target = mlx_toy(family)
     draft, last = [7, 1, 9, 33, 12], [21, 22, 23]
-    cache = target.new_cache(64)
-    target.forward(torch.tensor([PROMPT]), cache, logits=0)
-    kept = list(PROMPT)
+    kv, kept = target.new_kv(4, 16), list(PROMPT)
+    target.forward_ragged([Span(PROMPT, 0, [], 0)], kv)
     for _ in range(2):
-        target.forward(torch.tensor([draft]), cache, logits=None)
-        cache.keep_path(len(kept), [0, 1])
+        target.forward_ragged([Span(draft, len(kept), [], 5)], kv)
+        kv.keep_paths([([], len(kept), [0, 1])])
         kept += draft[:2]
-        assert cache.length == len(kept)
-        target.forward(torch.tensor([[13]]), cache, logits=None)  # a single row is written in place
+        assert kv.cache.length == len(kept)
+        target.forward_ragged([Span([13], len(kept), [], 1)], kv)  # a single row is written in place
         kept.append(13)
-    after = target.forward(torch.tensor([last]), cache, logits=None).logits_BTV
-    fresh = target.forward(torch.tensor([[*kept, *last]]), target.new_cache(64), logits=3).logits_BTV
+    after = target.forward_ragged([Span(last, len(kept), [], 3)], kv).logits_NV
+    fresh = target.forward_ragged([Span([*kept, *last], 0, [], 3)], target.new_kv(4, 16)).logits_NV
     assert after is not None and fresh is not None
     return (after - fresh).abs().max().item()
 
@@ -129,10 +130,10 @@ def test_code_that_comes_with_a_model_is_refused(tmp_path: Path) -> None:
 
 def check_same_forward(target: Target, ours: MLXTarget, tolerance: float) -> None:
     aux_layers = (-1, 0, 2, 3)
-    tokens = torch.tensor([PROMPT * 2])
-    expected = target.forward(tokens, target.new_cache(40), aux_layers, logits=None)
-    found = ours.forward(tokens, ours.new_cache(40), aux_layers, logits=None)
-    for mine, theirs in ((found.logits_BTV, expected.logits_BTV), (found.aux_BTLD, expected.aux_BTLD)):
+    span = Span(PROMPT * 2, 0, [0, 1, 2], 2 * len(PROMPT))
+    expected = target.forward_ragged([span], target.new_kv(3, 16), aux_layers)
+    found = ours.forward_ragged([span], ours.new_kv(3, 16), aux_layers)
+    for mine, theirs in ((found.logits_NV, expected.logits_NV), (found.aux_TLD, expected.aux_TLD)):
         assert mine is not None and theirs is not None
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
 
@@ -190,7 +191,7 @@ def test_greedy_text_is_that_of_mlx_lm(family: str) -> None:
     for seed in range(2):
         found = generate(target, PROMPT, Oracle(target, PROMPT + text, spoil=0.3, seed=seed), rules=rules)
         assert found.tokens == text
-        assert {r.accepted < r.admitted for r in found.rounds} == {True, False}
+        assert {r.accepted < r.verified for r in found.rounds} == {True, False}
     assert generate(target, PROMPT, NgramDrafter(), rules=rules).tokens == text
 
 
@@ -310,7 +311,7 @@ def test_what_cannot_draft_here_is_refused(both: tuple[Target, MLXTarget]) -> No
     with pytest.raises(ValueError, match="made for another target: num_target_layers is 9"):
         MLXDrafter(checkpoint(toy_config(num_target_layers=9)), both[1])
     with pytest.raises(ValueError, match="chains, not trees"):
-        both[1].forward(torch.tensor([[1, 2, 3]]), both[1].new_cache(8), parents=[-1, 0, 0])
+        both[1].forward_ragged([Span([1, 2, 3], 0, [], 1, parents=[-1, 0, 0])], both[1].new_kv(1, 16))
 
 
 def target_copies(target: Target, ids: list[int] | None) -> dict[str, Tensor]:
@@ -404,20 +405,26 @@ class OneRound:
     """A request of the proof tool over MLX."""
 
     def __init__(self, target: MLXTarget, drafter: Any, context: tuple[int, ...], source: RandomSource) -> None:
-        def request(drafter: Any) -> SingleRequest:
-            drafting, params = Drafting(drafter, FixedPolicy()), SamplingParams(temperature=1.0)
-            return SingleRequest(target, drafting, context, params, StopRules(8, stop_ids=()))
+        request = Request("", context, SamplingParams(temperature=1.0), StopRules(8, stop_ids=()))
 
-        self.request = request
-        self.batch = request(drafter)
-        self.batch.state.source = self.source = source
+        def begun(drafter: Any) -> tuple[Engine, Step]:
+            slots = draft_slots(drafter)
+            randomness = Randomness(lambda seed: source)
+            engine = Engine(target, drafter, config=config_alone(target, request, slots), randomness=randomness)
+            read_prompt(engine, request)
+            return engine, engine.begin()
+
+        self.begun, self.source = begun, source
+        self.engine, self.step = begun(drafter)
 
     def draft(self, min_confidence: float) -> Draft:
-        return self.batch.draft(min_confidence)[0]
+        (draft,) = self.engine.draft(self.step)
+        return draft
 
     def score(self, tokens: list[int]) -> Any:
         """Rows after each of the tokens, from a cache of their own: the proof tool scores every path of a draft."""
-        return self.request(None).score([Draft.chain(tokens)])[0].row
+        engine, step = self.begun(None)
+        return engine.score(step, [Draft.chain(tokens)]).rows[0].row
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -430,9 +437,9 @@ def test_the_output_distribution_is_the_targets(broken: bool) -> None:
 
     def row(tokens: tuple[int, ...]) -> Tensor:
         if tokens not in rows:
-            logits = target.forward(torch.tensor([tokens]), target.new_cache(16)).logits_BTV
+            logits = target.forward_ragged([Span(list(tokens), 0, [], 1)], target.new_kv(1, 16)).logits_NV
             assert logits is not None
-            rows[tokens] = warp(logits[0, -1], SamplingParams(temperature=1.0)).double()
+            rows[tokens] = warp(logits[-1], SamplingParams(temperature=1.0)).double()
         return rows[tokens]
 
     expected = exact_target_distribution(row, [(1, 2)], 2)

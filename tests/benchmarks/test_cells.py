@@ -12,9 +12,8 @@ import pytest
 
 from benchmarks.cells import Asks, Lane, Run, answer, compared, differing, kinds, prompts, ratios, report, simulate
 from outrider.data.sources import load_prompts
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.evaluation.loadtest.traces import Response, Traces
 from tests.toys.profiles import cells_of, linear, profile_of

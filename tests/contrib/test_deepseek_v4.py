@@ -24,10 +24,9 @@ from outrider.contrib.deepseek_v4 import (
     Router,
     sinkhorn,
 )
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, DrafterWeights, DraftModule
 from outrider.drafters.layers import BlockLayout

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.contrib.domino import Domino, DominoConfig, PrefixHead, PrefixState
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCalibration, DraftCall, DrafterWeights
 from outrider.drafters.dflash import DFlash

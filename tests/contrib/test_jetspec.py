@@ -14,12 +14,9 @@ from torch import Tensor
 
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.contrib.jetspec import JetSpec, JetSpecConfig
-from outrider.decoding.batch import Request
-from outrider.decoding.drafting import Drafting
-from outrider.decoding.engine import Engine
-from outrider.decoding.generate import SingleRequest, generate
-from outrider.decoding.policies import FixedPolicy
-from outrider.decoding.request import StopRules
+from outrider.decoding.engine import Engine, config_alone
+from outrider.decoding.generate import generate
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.verification import verify
 from outrider.drafters.base import DrafterWeights, draft_slots
@@ -33,7 +30,7 @@ from outrider.training.dataset import choose_draft_ids
 from outrider.training.loss import BlockObjective
 from outrider.training.recipe import ObjectiveConfig
 from tests.proof.enumeration import enumerate_traces
-from tests.toys.alignment import build, check_alignment
+from tests.toys.alignment import build, check_alignment, read_prompt
 from tests.toys.eagle3 import call_of
 from tests.toys.engine import assert_solo, finish
 from tests.toys.targets import randomise, toy_config, toy_samples, toy_target
@@ -169,9 +166,13 @@ def test_sampling_through_a_tree_is_the_targets_own_distribution() -> None:
     target = easy_target()
     params, rules = SamplingParams(temperature=0.8, top_p=0.95), StopRules(20 - len(TEXT))
     drafter = BlockDrafter(DrafterWeights(make()), target).with_trees(TreeSize(12))
-    batch = SingleRequest(target, Drafting(drafter, FixedPolicy()), TEXT, params, rules)
-    (proposal,) = batch.draft(0.0)
-    (rows,) = batch.score([proposal])
+    request = Request("", TEXT, params, rules)
+    engine = Engine(target, drafter, config=config_alone(target, request, draft_slots(drafter)))
+    with torch.inference_mode():
+        read_prompt(engine, request)
+        step = engine.begin()
+        (proposal,) = engine.draft(step)
+        (rows,) = engine.score(step, [proposal]).rows
     first_V, deep = torch.zeros(97, dtype=torch.float64), 0.0
     for verdict, weight in enumerate_traces(lambda source: verify(proposal, rows, source)):
         first_V[proposal.tokens[verdict.path[0]] if verdict.path else verdict.next_token] += weight

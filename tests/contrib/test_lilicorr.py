@@ -15,12 +15,11 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.contrib.lilicorr import LatticeHead, LatticeRows, LiLiCorr, LiLiCorrConfig, LiLiCorrDrafter
 from outrider.data.responses import Sample
-from outrider.decoding.batch import Request
 from outrider.decoding.cost import SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.gate import SkipDrafting
 from outrider.decoding.generate import generate
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
 from outrider.drafters.dflash2 import ConvolvedLayer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from outrider.decoding.generate import Chunk, generate, stream
+from outrider.decoding.generate import generate, stream
 from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights
@@ -47,9 +47,9 @@ def test_policies_and_acceptance_never_change_the_output(policy: Policy, spoil: 
     target = toy_target()
     result = generate(target, PROMPT, oracle_for(target, spoil), rules=NO_STOPS, policy=policy)
     assert result.tokens == generate(target, PROMPT, rules=NO_STOPS).tokens
-    assert sum(r.committed for r in result.rounds) == 40
+    assert sum(len(r.tokens) for r in result.rounds) == 40
     if isinstance(policy, FixedPolicy) and policy.length is not None:
-        assert max(r.admitted for r in result.rounds) == policy.length
+        assert max(r.verified for r in result.rounds) == policy.length
     if spoil == 1.0:
         assert all(r.accepted == 0 for r in result.rounds)
     if spoil == 0.0 and policy == FixedPolicy():
@@ -97,7 +97,7 @@ def test_the_drafter_reads_the_aux_hidden_states_of_the_tokens_that_stay() -> No
             torch.testing.assert_close(aux_TLD, expected_TLD[0, first : sessions[0].length], atol=1e-3, rtol=1e-3)
 
     result = generate(target, PROMPT, Comparing(target, text, spoil=0.3), rules=NO_STOPS)
-    assert max(r.accepted for r in result.rounds) > 1 and any(r.accepted < r.admitted for r in result.rounds)
+    assert max(r.accepted for r in result.rounds) > 1 and any(r.accepted < r.verified for r in result.rounds)
 
 
 @pytest.mark.parametrize("limit", range(1, 19))
@@ -116,20 +116,19 @@ def test_a_stop_token_inside_a_block_cuts_the_commit_there(at: int) -> None:
     expected = plain[: plain.index(stop) + 1]
     result = generate(target, PROMPT, oracle_for(target, 0.0), rules=StopRules(40, stop_ids=[stop]))
     assert result.tokens == expected and result.finish == "stop"
-    assert all(r.accepted <= r.committed for r in result.rounds), "drafts behind the stop are not counted"
+    assert all(r.accepted <= len(r.tokens) for r in result.rounds), "drafts behind the stop are not counted"
     assert generate(target, PROMPT, rules=StopRules(40, stop_ids=[stop])).tokens == expected
 
 
-def test_chunks_say_where_tokens_come_from_and_where_time_went() -> None:
+def test_outputs_say_where_tokens_come_from_and_where_time_went() -> None:
     target = toy_target()
-    chunks: list[Chunk] = list(stream(target, PROMPT, oracle_for(target), rules=NO_STOPS))
-    for chunk in chunks:
-        stats = chunk.stats
-        assert stats.accepted <= stats.admitted <= stats.proposed <= GAMMA
-        assert chunk.origins[:-1] == ["draft"] * (len(chunk.tokens) - 1)
-        assert chunk.origins[-1] == ("bonus" if stats.accepted == stats.admitted else "correction")
-        assert min(stats.draft_seconds, stats.verify_seconds, stats.other_seconds) >= 0
-    assert [c.finish for c in chunks[:-1]] == [None] * (len(chunks) - 1) and chunks[-1].finish == "length"
+    outputs = list(stream(target, PROMPT, oracle_for(target), rules=NO_STOPS))
+    for output in outputs:
+        assert output.accepted <= output.reach <= output.verified <= output.proposed <= GAMMA
+        assert output.origins[:-1] == ["draft"] * (len(output.tokens) - 1)
+        assert output.origins[-1] == ("bonus" if output.accepted == output.reach else "correction")
+        assert min(output.draft_seconds, output.verify_seconds, output.other_seconds) >= 0
+    assert [o.finish for o in outputs[:-1]] == [None] * (len(outputs) - 1) and outputs[-1].finish == "length"
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -151,7 +150,7 @@ def test_a_threshold_stops_the_draft_where_confidence_ends() -> None:
     packed = BlockDrafter(DrafterWeights(drafter), target)
     cut = generate(target, PROMPT, packed, rules=NO_STOPS, policy=ThresholdPolicy(0.6))
     assert {r.proposed for r in cut.rounds} > {0}, "some rounds draft nothing, some do"
-    assert all(r.proposed == r.admitted for r in cut.rounds)
+    assert all(r.proposed == r.verified for r in cut.rounds)
     assert cut.tokens == generate(target, PROMPT, rules=NO_STOPS).tokens
 
 

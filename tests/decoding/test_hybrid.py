@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.decoding.batch import Request
 from outrider.decoding.cost import Floats, Ints
-from outrider.decoding.drafting import Copies, Copy, Drafting, Turn
+from outrider.decoding.drafting import Copies, Copy, Drafting, DraftTurn
 from outrider.decoding.engine import Engine
 from outrider.decoding.gate import AlwaysDraft, GateView, History, SkipDrafting
 from outrider.decoding.generate import generate
 from outrider.decoding.policies import FixedPolicy, LookAhead, StepView
-from outrider.decoding.request import RequestState, StopRules
+from outrider.decoding.request import Request, RequestState, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import Drafter
 from outrider.drafters.language_model import StandaloneDrafter
@@ -74,7 +73,7 @@ def rounds_of(drafting: Drafting, state: RequestState, texts: Sequence[Sequence[
     """What is drafted in rounds that commit `texts` one after the other."""
     found = []
     for text in texts:
-        turns = [Turn("a", state, 12)]
+        turns = [DraftTurn("a", state, 12)]
         drafts, _ = drafting.draft(turns, 0.0, {})
         found.append(drafts[0].tokens)
         view = drafting.view(turns, drafts)
@@ -211,7 +210,7 @@ def test_a_copy_is_no_longer_than_the_response(target: Target, monkeypatch: pyte
     drafted: list[tuple[int, int]] = []
     draft = Drafting.draft
 
-    def watched(self: Drafting, turns: Sequence[Turn], *rest: object, **more: object) -> object:
+    def watched(self: Drafting, turns: Sequence[DraftTurn], *rest: object, **more: object) -> object:
         found = draft(self, turns, *rest, **more)  # type: ignore[arg-type]
         drafted.extend((found[0][i].depth, turn.state.remaining) for i, turn in enumerate(turns))
         return found
@@ -335,7 +334,7 @@ def test_who_copies_responses(target: Target, params: SamplingParams, may: bool)
     library.add([7, 8, 9, 60])
     drafting = Drafting(HybridDrafter(toy_drafter(target), NgramConfig(4), library), FixedPolicy(), Never())
     for text, wanted in (([5, 7, 8, 9], [60] if may else []), ([5, 50, 51, 52], [53])):
-        drafts, _ = drafting.draft([Turn("a", RequestState(target, text, params, NO_STOPS), 4)], 0.0, {})
+        drafts, _ = drafting.draft([DraftTurn("a", RequestState(target, text, params, NO_STOPS), 4)], 0.0, {})
         assert drafts[0].tokens == wanted
         drafting.forget("a", [])
 

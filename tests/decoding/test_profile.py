@@ -22,7 +22,6 @@ import outrider.cli.calibrate as profile_verb
 import outrider.cli.main as main
 import outrider.decoding.profile as profile_module
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
-from outrider.decoding.batch import Request, StepRecord
 from outrider.decoding.cost import Additive, Cell, LearnedCost, Profile, SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.policies import PrefixScheduler, StepView
@@ -35,6 +34,7 @@ from outrider.decoding.profile import (
     shape_digest,
     sweep,
 )
+from outrider.decoding.request import Request, StepRecord
 from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark

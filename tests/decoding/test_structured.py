@@ -19,10 +19,9 @@ from transformers import LlamaConfig
 import outrider
 import outrider.decoding.structured as structured_module
 from outrider.api.model import Model
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.structured import GrammarCompiler, GrammarState, StructuredOutput, StructureError
 from outrider.drafters.draft import Draft, Siblings, allowed_part

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from outrider.decoding.request import TextStream
+from outrider.decoding.text import TextStream
 from tests.toys.tokenizer import FALLBACK, PIECES, SPECIAL, TOKENIZER, ids, piece
 
 

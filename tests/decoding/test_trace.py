@@ -15,9 +15,8 @@ from outrider.decoding.policies import (
     StepView,
     ThresholdPolicy,
 )
-from outrider.decoding.round import RoundResult
 from outrider.decoding.trace import RoundTrace, _likeliest, path_rows, trace_round
-from outrider.decoding.verification import Verdict
+from outrider.decoding.verification import RoundResult, Verdict
 from outrider.drafters.draft import Draft, Siblings
 from outrider.drafters.heads import ChainHeads, ConfidenceScaling, SampledScaling
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from benchmarks.forward import tree_curve
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
-from outrider.decoding.generate import RoundStats, acceptance, generate
+from outrider.decoding.generate import acceptance, generate
 from outrider.decoding.policies import FixedPolicy
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Output, Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import draft_slots
 from outrider.drafters.draft import Draft
@@ -66,9 +65,9 @@ def test_greedy_output_equals_plain_decoding(family: str, policy: FixedPolicy) -
     fast = generate(target, prompt, drafter, rules=rules, policy=policy)
     assert compare_greedy(target, prompt, plain.tokens, fast.tokens) != "mismatch"
     assert len(fast.tokens) == 30 and sum(r.accepted for r in fast.rounds) >= 10 and drafter.moved > 0
-    assert any(r.admitted > r.reach > 1 for r in fast.rounds) and all(r.accepted <= r.reach for r in fast.rounds)
+    assert any(r.verified > r.reach > 1 for r in fast.rounds) and all(r.accepted <= r.reach for r in fast.rounds)
     if policy.length is not None:
-        assert max(r.admitted for r in fast.rounds) == policy.length
+        assert max(r.verified for r in fast.rounds) == policy.length
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -126,8 +125,9 @@ def test_sampling_is_reproducible_and_uses_the_whole_tree(target: Target) -> Non
 
 
 def test_acceptance_is_counted_by_depth() -> None:
-    def stats(admitted: int, depth: int, accepted: int) -> RoundStats:
-        return RoundStats(9, admitted, accepted, accepted + 1, 0.0, 0.0, 0.0, (), depth)
+    def stats(verified: int, depth: int, accepted: int) -> Output:
+        tokens = [0] * (accepted + 1)
+        return Output("", tokens, "", None, proposed=9, verified=verified, accepted=accepted, reach=depth)
 
     tau, conditional, histogram = acceptance([stats(9, 3, 3), stats(9, 3, 1), stats(4, 1, 1), stats(5, 2, 0)], 4)
     assert tau == 9 / 4 and histogram == [1, 2, 0, 1, 0]

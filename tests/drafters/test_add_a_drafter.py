@@ -19,10 +19,9 @@ import outrider.cli.train as train
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.checkpoints.registry import Method
 from outrider.data.responses import read_responses
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DrafterWeights
 from outrider.target.model import load_target

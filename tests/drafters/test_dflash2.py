@@ -16,12 +16,11 @@ from torch import Tensor
 from benchmarks.training import Setup
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.data.responses import Sample
-from outrider.decoding.batch import Request
 from outrider.decoding.cost import SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
 from outrider.decoding.policies import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCalibration, DraftCall, DrafterWeights
 from outrider.drafters.chain import sample_rows

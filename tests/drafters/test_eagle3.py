@@ -214,7 +214,7 @@ def test_an_estimator_gives_confidences_and_a_threshold_stops_the_draft() -> Non
     plain = generate(target, PROMPT, rules=NO_STOPS)
     cut = generate(target, PROMPT, drafter, rules=NO_STOPS, policy=ThresholdPolicy(0.4))
     assert cut.tokens == plain.tokens
-    assert len({r.proposed for r in cut.rounds}) > 1 and all(r.proposed == r.admitted for r in cut.rounds)
+    assert len({r.proposed for r in cut.rounds}) > 1 and all(r.proposed == r.verified for r in cut.rounds)
 
 
 def test_a_saved_drafter_serves_as_the_trained_one(tmp_path: Path) -> None:

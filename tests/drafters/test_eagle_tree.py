@@ -10,20 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.decoding.batch import Request
-from outrider.decoding.drafting import Drafting
-from outrider.decoding.engine import Engine
-from outrider.decoding.generate import SingleRequest, generate
-from outrider.decoding.policies import FixedPolicy
-from outrider.decoding.request import StopRules
+from outrider.decoding.engine import Engine, config_alone
+from outrider.decoding.generate import generate
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.verification import verify
-from outrider.drafters.base import DrafterWeights
+from outrider.drafters.base import DrafterWeights, draft_slots
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from tests.proof.enumeration import enumerate_traces
+from tests.toys.alignment import read_prompt
 from tests.toys.eagle3 import call_of, make_drafter
 from tests.toys.eagle_reference import EagleReference
 from tests.toys.engine import assert_solo, finish
@@ -149,7 +147,7 @@ def test_output_is_plain_decodings(family: str) -> None:
         plain = generate(target, TEXT, params=params, rules=rules)
         fast = generate(target, TEXT, drafter, params, rules)
         assert fast.tokens == plain.tokens and len(plain.tokens) == 40
-        assert all(r.admitted <= 12 for r in fast.rounds)
+        assert all(r.verified <= 12 for r in fast.rounds)
         assert params.coupled or sum(r.accepted for r in fast.rounds) > 5
 
 
@@ -168,9 +166,13 @@ def test_sampling_through_a_tree_is_the_targets_own_distribution() -> None:
     target = easy_target()
     drafter = DynamicTreeDrafter(Eagle3Drafter(DrafterWeights(make_drafter(target)), target), TreeShape(3, 4, 9))
     params, rules = SamplingParams(temperature=0.8, top_p=0.95), StopRules(20 - len(TEXT))
-    batch = SingleRequest(target, Drafting(drafter, FixedPolicy()), TEXT, params, rules)
-    (proposal,) = batch.draft(0.0)
-    (rows,) = batch.score([proposal])
+    request = Request("", TEXT, params, rules)
+    engine = Engine(target, drafter, config=config_alone(target, request, draft_slots(drafter)))
+    with torch.inference_mode():
+        read_prompt(engine, request)
+        step = engine.begin()
+        (proposal,) = engine.draft(step)
+        (rows,) = engine.score(step, [proposal]).rows
     first_V, deep = torch.zeros(97, dtype=torch.float64), 0.0
     for verdict, weight in enumerate_traces(lambda source: verify(proposal, rows, source)):
         path = verdict.path

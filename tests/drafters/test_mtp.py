@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
-from outrider.decoding.generate import RoundStats, generate
-from outrider.decoding.request import StopRules
+from outrider.decoding.generate import generate
+from outrider.decoding.request import Output, StopRules
 from outrider.drafters.base import BlockInputs, DraftCall, DrafterWeights
 from outrider.drafters.layers import BlockLayout
 from outrider.drafters.mtp import MTP, MTPConfig
@@ -296,7 +296,7 @@ def test_greedy_decoding_is_plain_decoding(family: str, modules: int, gamma: int
     ids = torch.arange(draft_vocab) if draft_vocab < 97 else None
     drafter = DrafterWeights(make_mtp(target, modules, gamma, draft_vocab), ids).serve(target)
     rules = StopRules(20, stop_ids=())
-    rounds: list[RoundStats] = []
+    rounds: list[Output] = []
     for prompt in ([5], text(9, 4)[0]):
         drafted = generate(target, prompt, drafter, rules=rules)
         assert drafted.tokens == generate(target, prompt, None, rules=rules).tokens

@@ -180,5 +180,5 @@ def our_acceptance(
             drafted = min(drafter.gamma, new - committed - 1) if cut else drafter.gamma
             if committed < len(response) and drafted > 0:
                 counted.append((drafted, min(stats.accepted, drafted)))
-                committed += stats.committed
+                committed += len(stats.tokens)
     return counted

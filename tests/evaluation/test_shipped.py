@@ -18,8 +18,8 @@ import outrider.checkpoints.published as shipped_module
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint, read_metadata, save_drafter
 from outrider.checkpoints.describe import DrafterInfo
 from outrider.checkpoints.published import shipped_drafter
-from outrider.decoding.generate import Chunk
 from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
+from outrider.decoding.request import Output
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.heads import ConfidenceScaling, SampledScaling
@@ -103,7 +103,7 @@ def test_generate_follows_the_recommended_threshold(
 ) -> None:
     chosen: list[Policy] = []
 
-    def stream(*values: Any, policy: Policy, **named: Any) -> Iterator[Chunk]:
+    def stream(*values: Any, policy: Policy, **named: Any) -> Iterator[Output]:
         chosen.append(policy)
         return decode(*values, policy=policy, **named)
 

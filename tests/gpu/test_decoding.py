@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine, default_config
 from outrider.decoding.generate import generate, stream
 from outrider.decoding.policies import ThresholdPolicy
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.structured import Grammar
 from outrider.drafters.base import DrafterWeights

@@ -62,7 +62,7 @@ def test_launches_of_a_round_of_36_layers(drafted: bool) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
 def test_greedy_text_is_that_of_the_cpu(family: str) -> None:
-    from outrider.decoding.batch import Request
+    from outrider.decoding.request import Request
 
     found = []
     for where in ("cpu", "cuda"):

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import outrider.drafters.layers as layers
 import outrider.training.loss as loss
 import outrider.training.parallel as parallel
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark, DSparkConfig

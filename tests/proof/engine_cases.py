@@ -1,6 +1,6 @@
 """The engine and `stream` as they serve, over real Llama models so small that every outcome can be enumerated.
 
-    Request -> Engine.step -> RequestState, run_round, policies, History, PagedKV -> tokens      every way it may go
+    Request -> Engine.step -> RequestState, policies, History, PagedKV, verify_all -> tokens      every way it may go
 
 Models have one layer, two or three tokens and float64 weights. The expected distribution is the target's own over an
 ordinary cache, context by context. Shapes: P paths, V vocab.
@@ -21,12 +21,11 @@ from llguidance._tokenizer import TokenizerWrapper
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
 from outrider.decoding.gate import DraftGate
 from outrider.decoding.generate import stream
 from outrider.decoding.policies import FixedPolicy, Policy
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.structured import Grammar
 from outrider.drafters.base import DraftCall, Drafter, WrappedDrafter

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from outrider.decoding.gate import DraftGate, History
 from outrider.decoding.policies import Policy, StepView
-from outrider.decoding.round import run_round
-from outrider.decoding.verification import TargetRows, TypicalAcceptance
+from outrider.decoding.verification import RoundResult, TargetRows, TypicalAcceptance, verify_all
 from outrider.drafters.draft import Draft
 from outrider.sampling import PositionNoise, Randomness, RandomSource
 
@@ -186,7 +185,7 @@ class _Recorder:
 # ----------------------------------------------------------------------------
 # P(output) = sum over decision traces of (product of decision probabilities); it must equal p_t(output) to 1e-12.
 #
-# The traces come from tests/proof/enumeration.py. What runs is the production code: `run_round`, `verify`,
+# The traces come from tests/proof/enumeration.py. What runs is the production code: `verify_all`,
 # `sample_chain`, the policies, the warps, the sequential and confidence heads. Only the two networks are toys
 # (tests/proof/toys.py).
 # Rounds are enumerated one at a time, and equal contexts (and histories) merged, until every request has its tokens.
@@ -209,7 +208,7 @@ class EnumeratedRequest(Protocol):
 
 
 class EnumeratedBatch:
-    """A `Batch` (decoding/round.py) of requests that draft and score one by one.
+    """Requests of one round that draft and score one by one.
 
     Without a history a policy sees this step alone, and every request drafts.
     """
@@ -259,6 +258,21 @@ def _rows(request: EnumeratedRequest, part: Draft) -> Callable[[int], Tensor]:
         return request.score(way)(len(way))
 
     return row
+
+
+def run_round(batch: EnumeratedBatch, policy: Policy, typical: TypicalAcceptance | None = None) -> list[RoundResult]:
+    """The calls of `Engine.step` (decoding/engine.py) between drafting and the commit, for toys without tensors."""
+    verified = drafts = batch.draft(policy.min_confidence)
+    if any(draft.tokens for draft in drafts):
+        lengths = policy.lengths(batch.view(drafts)).tolist()
+        verified = [draft.truncated(length) for draft, length in zip(drafts, lengths, strict=True)]
+    results = []
+    verdicts = verify_all(verified, batch.score(verified), batch.sources, typical)
+    for draft, part, verdict in zip(drafts, verified, verdicts, strict=True):
+        if isinstance(verdict, Exception):
+            raise verdict
+        results.append(RoundResult(draft, part, verdict))
+    return results
 
 
 RequestFactory = Callable[[Tokens, RandomSource], EnumeratedRequest]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import outrider.decoding.beliefs as beliefs_module
 import outrider.decoding.policies as lookahead_module
-import outrider.decoding.round as round_module
 import outrider.decoding.verification as chain_module
+import outrider.decoding.verification as verification_module
 import tests.proof.enumeration as enumeration_module
 from outrider.decoding.cost import Floats, Ints, SpsTable
 from outrider.decoding.gate import DraftGate, History, SkipDrafting
@@ -33,8 +33,7 @@ from outrider.decoding.policies import (
     gains,
     step_seconds,
 )
-from outrider.decoding.round import RoundResult
-from outrider.decoding.verification import TargetRows, Verdict, verify
+from outrider.decoding.verification import PendingVerdict, RoundResult, TargetRows, Verdict, verify
 from outrider.drafters.draft import Draft
 from outrider.sampling import RandomSource, SamplingParams, residual, warp
 from tests.proof.cases import (
@@ -62,6 +61,7 @@ from tests.proof.enumeration import (
     exact_output_distribution,
     exact_target_distribution,
     max_deviation,
+    run_round,
 )
 from tests.proof.toys import ForgetfulRequest, ToyDrafter, ToyLattice, ToyRequest, ToyTarget
 from tests.toys.oracle import chain_of, drafted_with, row_of
@@ -132,7 +132,7 @@ def test_the_policies_of_these_tests_follow_the_draft(policy: Policy) -> None:
 
     def lengths(context: Tokens) -> set[int]:
         def admitted(source: RandomSource) -> int:
-            (result,) = round_module.run_round(EnumeratedBatch([requests_of(drafter)(context, source)]), policy)
+            (result,) = run_round(EnumeratedBatch([requests_of(drafter)(context, source)]), policy)
             return len(result.verified.tokens)
 
         return {length for length, _ in enumerate_traces(admitted)}
@@ -387,17 +387,17 @@ def test_global_search_is_caught() -> None:
 
 
 def with_verify(monkeypatch: pytest.MonkeyPatch, accept: Callable[..., bool], bonus: Callable[..., int]) -> None:
-    """Put a `verify` for chains with other acceptance or bonus rules into production's run_round."""
+    """Put an `accept` for chains with other acceptance or bonus rules into production's verify_all."""
 
-    def broken(draft: Draft, rows: TargetRows, source: RandomSource, typical: None) -> Verdict:
+    def broken(draft: Draft, rows: TargetRows, source: RandomSource, typical: None) -> PendingVerdict:
         nodes = list(range(len(draft.tokens)))
         for k, token in enumerate(draft.tokens):
             target_V, draft_V = rows.row(k), row_of(draft, k)
             if not accept(target_V, draft_V, token, source):
-                return Verdict(nodes[:k], source.choose(residual(target_V, draft_V)))
-        return Verdict(nodes, bonus(draft, rows.row, source))
+                return PendingVerdict(nodes[:k], source.choose(residual(target_V, draft_V)))
+        return PendingVerdict(nodes, bonus(draft, rows.row, source))
 
-    monkeypatch.setattr(round_module, "verify", broken)
+    monkeypatch.setattr(verification_module, "accept", broken)
 
 
 def fair_accept(target_V: Tensor, draft_V: Tensor, token: int, source: RandomSource) -> bool:
@@ -522,7 +522,7 @@ def test_mutation_penalty_forgets_the_block() -> None:
 
 def test_mutation_two_requests_share_their_luck(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request alone is right; only the joint distribution shows it."""
-    real = round_module.run_round
+    real = run_round
 
     def shared(batch: EnumeratedBatch, policy: Policy, typical: None) -> list[RoundResult]:
         return real(EnumeratedBatch(batch.requests[:1]), policy, typical) * len(batch.requests)

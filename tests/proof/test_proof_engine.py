@@ -17,12 +17,10 @@ import torch
 import outrider.decoding.beliefs as beliefs_module
 import outrider.decoding.cost as cost_module
 import outrider.decoding.engine as engine_module
-import outrider.decoding.generate as generate_module
-from outrider.decoding.batch import StepBatch
 from outrider.decoding.cost import Ints, LearnedCost, SpsTable
-from outrider.decoding.engine import Engine
+from outrider.decoding.drafting import Drafting
+from outrider.decoding.engine import Engine, Step
 from outrider.decoding.gate import AlwaysDraft, GateView, SkipDrafting
-from outrider.decoding.generate import SingleRequest
 from outrider.decoding.policies import (
     CostPolicy,
     FixedPolicy,
@@ -36,7 +34,6 @@ from outrider.decoding.request import RequestState
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.draft import Draft
 from outrider.sampling import SeenTokens
-from outrider.target.cache import KVCache
 from outrider.target.paged import PagedKV
 from tests.proof.cases import BY_NAME, TABLES, VISIBLE, DraftsCost, Watched, WatchedGate
 from tests.proof.engine_cases import ROOMY, TIGHT, Case, Tally, next_logits, target
@@ -229,7 +226,8 @@ def test_requests_without_confidences_that_may_skip_their_drafts(tally: Tally) -
 
 # Deliberately broken wiring. Each must show.
 
-AT = {"engine": (engine_module, "StepBatch", StepBatch), "stream": (generate_module, "SingleRequest", SingleRequest)}
+AT = ["engine", "stream"]
+view_of, draft_of, schedule_of = Drafting.view, Engine.draft, Engine.schedule
 
 
 def broken(case: Case, where: str = "engine") -> float:
@@ -241,26 +239,20 @@ def broken(case: Case, where: str = "engine") -> float:
 def test_mutation_a_policy_is_shown_the_probability_of_the_drawn_token(
     where: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, attribute, batch = AT[where]
+    def peeking(self: Drafting, turns: Any, drafts: Sequence[Draft], other_tokens: int = 0) -> StepView:
+        return view_of(self, turns, [replace(draft, confidences=drafted_with(draft)) for draft in drafts], other_tokens)
 
-    class Peeking(batch):  # type: ignore[misc, valid-type]
-        def view(self, drafts: Sequence[Draft]) -> Any:
-            return super().view([replace(draft, confidences=drafted_with(draft)) for draft in drafts])
-
-    monkeypatch.setattr(module, attribute, Peeking)
+    monkeypatch.setattr(Drafting, "view", peeking)
     assert broken(Case(POLICIES[name], tokens=(3,)), where) > VISIBLE
 
 
 @pytest.mark.parametrize("where", AT)
 def test_mutation_a_draft_is_dropped_by_its_last_token(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, attribute, batch = AT[where]
+    def dropping(self: Engine, step: Step) -> list[Draft]:
+        drafts = draft_of(self, step)
+        return [draft.truncated(len(draft.tokens) - (draft.tokens[-1:] == [0])) for draft in drafts]
 
-    class Dropping(batch):  # type: ignore[misc, valid-type]
-        def draft(self, min_confidence: float) -> list[Draft]:
-            drafts = super().draft(min_confidence)
-            return [draft.truncated(len(draft.tokens) - (draft.tokens[-1:] == [0])) for draft in drafts]
-
-    monkeypatch.setattr(module, attribute, Dropping)
+    monkeypatch.setattr(Engine, "draft", dropping)
     assert broken(Case(tokens=(3,)), where) > VISIBLE
 
 
@@ -270,14 +262,14 @@ def test_mutation_the_history_records_a_step_before_the_policy_looks(
 ) -> None:
     case = Case(BY_NAME[name](CLIFF), tokens=(4,))
 
-    class Early(StepBatch):
-        def view(self, drafts: Sequence[Draft]) -> StepView:
-            self.drafting.record(self.turns, super().view(drafts), [None] * len(drafts))
-            shown = super().view(drafts)
-            self._view = None
-            return shown
+    def early(self: Engine, step: Step, drafts: Sequence[Draft]) -> Any:
+        shown, verified = schedule_of(self, step, drafts)
+        if shown is None:
+            return shown, verified
+        self.drafting.record(step.turns, shown, [None] * len(drafts))
+        return None, schedule_of(self, step, drafts)[1]
 
-    monkeypatch.setattr(engine_module, "StepBatch", Early)
+    monkeypatch.setattr(Engine, "schedule", early)
     assert broken(case) > VISIBLE
 
 
@@ -285,23 +277,18 @@ def test_mutation_the_history_records_a_step_before_the_policy_looks(
 @pytest.mark.parametrize("where", AT)
 def test_mutation_the_estimator_learns_from_this_round(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told before planning that token 0 is accepted and token 1 is not."""
-    module, attribute, batch = AT[where]
 
-    class Early(batch):  # type: ignore[misc, valid-type]
-        def view(self, drafts: Sequence[Draft]) -> Any:
-            shown = super().view(drafts)
-            liked_R = np.array([draft.tokens[:1] == [0] for draft in drafts]).astype(np.int64)
-            history, ids = self.drafting.history, [turn.id for turn in self.drafting_turns()]
-            self.drafting.history = copy.deepcopy(history)
-            self.drafting.history.record(ids, shown, verified_R=np.minimum(shown.drafted_R, 1), accepted_R=liked_R)
-            peeked = super().view(drafts)
-            self.drafting.history = history
-            return peeked
+    def early(self: Drafting, turns: Any, drafts: Sequence[Draft], other_tokens: int = 0) -> StepView:
+        shown = view_of(self, turns, drafts, other_tokens)
+        liked_R = np.array([draft.tokens[:1] == [0] for draft in drafts]).astype(np.int64)
+        history, ids = self.history, [turn.id for turn in turns]
+        self.history = copy.deepcopy(history)
+        self.history.record(ids, shown, verified_R=np.minimum(shown.drafted_R, 1), accepted_R=liked_R)
+        peeked = view_of(self, turns, drafts, other_tokens)
+        self.history = history
+        return peeked
 
-        def drafting_turns(self) -> list[Any]:
-            return list(self.turns if where == "engine" else self._turns)
-
-    monkeypatch.setattr(module, attribute, Early)
+    monkeypatch.setattr(Drafting, "view", early)
     assert broken(Case(POLICIES["prefix"], "unsure", tokens=(3,)), where) > VISIBLE
 
 
@@ -333,9 +320,7 @@ def test_mutation_a_preempted_request_starts_its_randomness_again(monkeypatch: p
 def test_mutation_the_keys_of_an_accepted_path_stay_where_they_were(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep_path = KVCache.keep_path
     monkeypatch.setattr(PagedKV, "keep_paths", lambda self, kept: None)
-    monkeypatch.setattr(KVCache, "keep_path", lambda self, start, rows: keep_path(self, start, range(len(rows))))
     assert broken(Case(kind="drawn", tokens=(4,)), where) > VISIBLE
 
 

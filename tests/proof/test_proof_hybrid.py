@@ -18,7 +18,7 @@ import outrider.decoding.engine as engine_module
 import outrider.decoding.gate as gate_module
 import outrider.decoding.generate as generate_module
 from outrider.decoding.cost import Ints
-from outrider.decoding.drafting import Copy, Drafting, Turn
+from outrider.decoding.drafting import Copy, Drafting, DraftTurn
 from outrider.decoding.gate import AlwaysDraft, GateView, Patience, SkipDrafting
 from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
 from outrider.drafters.draft import Draft, Siblings
@@ -51,7 +51,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, bool]]:
     seen: set[tuple[bool, bool]] = set()
     draft = Drafting.draft
 
-    def watched(self: Drafting, turns: Sequence[Turn], *rest: object, **more: object) -> tuple[list[Draft], int]:
+    def watched(self: Drafting, turns: Sequence[DraftTurn], *rest: object, **more: object) -> tuple[list[Draft], int]:
         drafts, asked = draft(self, turns, *rest, **more)  # type: ignore[arg-type]
         seen.update((bool(found.tokens), turn.id in self._taken) for turn, found in zip(turns, drafts, strict=True))
         return drafts, asked
@@ -160,7 +160,7 @@ def test_mutation_the_source_is_chosen_by_the_drafted_token(where: str, monkeypa
     class Choosing(Drafting):
         """Where the drafter's first token is not the copy's, the copy takes its place."""
 
-        def draft(self, turns: Sequence[Turn], *rest: object, **more: object) -> tuple[list[Draft], int]:
+        def draft(self, turns: Sequence[DraftTurn], *rest: object, **more: object) -> tuple[list[Draft], int]:
             drafts, asked = super().draft(turns, *rest, **more)  # type: ignore[arg-type]
             for i, turn in enumerate(turns):
                 copy = self._found.get(turn.id)
@@ -192,7 +192,7 @@ def test_mutation_copies_end_where_the_drafter_disagrees(where: str, monkeypatch
     """Of the drafter's own draft only what the copy confirms is verified."""
 
     class Confirmed(Drafting):
-        def draft(self, turns: Sequence[Turn], *rest: object, **more: object) -> tuple[list[Draft], int]:
+        def draft(self, turns: Sequence[DraftTurn], *rest: object, **more: object) -> tuple[list[Draft], int]:
             drafts, asked = super().draft(turns, *rest, **more)  # type: ignore[arg-type]
             for i, turn in enumerate(turns):
                 if (copy := self._found.get(turn.id)) is not None:
@@ -209,7 +209,7 @@ def test_mutation_a_copy_s_confidence_is_read_off_its_rivals_draft(monkeypatch: 
     """The policy sees a drafted token in the confidences of the draft itself: 1 where the copy says the same."""
 
     class Told(Drafting):
-        def view(self, turns: Sequence[Turn], drafts: Sequence[Draft], other_tokens: int = 0) -> object:  # type: ignore[override]
+        def view(self, turns: Sequence[DraftTurn], drafts: Sequence[Draft], other_tokens: int = 0) -> object:  # type: ignore[override]
             shown = []
             for turn, found in zip(turns, drafts, strict=True):
                 copy = self._found.get(turn.id)

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import outrider.decoding.round as round_module
 import outrider.decoding.verification as tree_module
+import outrider.decoding.verification as verification_module
 from outrider.decoding.cost import SpsTable
 from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler
-from outrider.decoding.verification import TargetRows, Verdict, verify
+from outrider.decoding.verification import TargetRows, Verdict, accept, verify
 from outrider.drafters.draft import Draft, Siblings, conditional_confidences, draw_siblings, rerank
 from outrider.sampling import RandomSource, residual
 from tests.proof.cases import POLICIES, TOLERANCE, VISIBLE, WARPS, requests_of
-from tests.proof.enumeration import EnumeratedBatch, EnumeratingSource, enumerate_traces
+from tests.proof.enumeration import EnumeratedBatch, EnumeratingSource, enumerate_traces, run_round
 from tests.proof.toys import ForgetfulRequest, ToyRequest, ToyTarget
 from tests.proof.tree_cases import ALL, KINDS, off, toy
 from tests.toys.oracle import chain_of
@@ -66,7 +66,7 @@ def test_grown_trees_differ_in_shape_and_policies_cut_them() -> None:
     policy = PrefixScheduler(SPS)
 
     def one(source: RandomSource) -> tuple[tuple[int, ...], int]:
-        result = round_module.run_round(EnumeratedBatch([requests_of(drafter)((0,), source)]), policy)[0]
+        result = run_round(EnumeratedBatch([requests_of(drafter)((0,), source)]), policy)[0]
         return tuple(result.draft.parents), len(result.verified.tokens)
 
     found = {outcome for outcome, _ in enumerate_traces(one)}
@@ -216,14 +216,14 @@ def test_mutation_the_order_of_trial_is_by_token(monkeypatch: pytest.MonkeyPatch
 
 
 def test_mutation_bonus_from_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(draft: Draft, rows: TargetRows, source: RandomSource, typical: None) -> Verdict:
-        verdict = verify(draft, rows, source)
+    def late(draft: Draft, rows: TargetRows, source: RandomSource, typical: None) -> Any:
+        verdict = accept(draft, rows, source)
         last = verdict.path[-1] if verdict.path else -1
         if draft.children(last) or last < 0:
             return verdict
-        return Verdict(verdict.path, source.choose(rows.row(draft.parents[last] + 1)))
+        return verification_module.PendingVerdict(verdict.path, rows.row(draft.parents[last] + 1))
 
-    monkeypatch.setattr(round_module, "verify", late)
+    monkeypatch.setattr(verification_module, "accept", late)
     assert off(toy(WARPS["plain"], (-1, -1, 0))) > VISIBLE
 
 
@@ -235,10 +235,10 @@ def test_mutation_rows_in_the_order_of_nodes_instead_of_paths(monkeypatch: pytes
 def test_mutation_a_sibling_is_accepted_under_its_brother(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path goes on under the first sibling whichever of them was accepted."""
 
-    def swapped(draft: Draft, rows: TargetRows, source: RandomSource, typical: None) -> Verdict:
-        return verify(draft, TargetRows(lambda k: rows.row(1 if k == 2 else k)), source)
+    def swapped(draft: Draft, rows: TargetRows, source: RandomSource, typical: None) -> Any:
+        return accept(draft, TargetRows(lambda k: rows.row(1 if k == 2 else k)), source)
 
-    monkeypatch.setattr(round_module, "verify", swapped)
+    monkeypatch.setattr(verification_module, "accept", swapped)
     assert off(toy(WARPS["plain"], (-1, -1, 1))) > VISIBLE
 
 

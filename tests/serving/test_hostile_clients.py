@@ -15,7 +15,7 @@ import pytest
 
 import outrider
 from outrider.api.model import Model
-from outrider.decoding.batch import Output
+from outrider.decoding.request import Output
 from outrider.decoding.scheduler import EngineConfig
 from outrider.serving.app import Limits
 from tests.toys.serving import Served, serving, wait_for

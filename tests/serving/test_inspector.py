@@ -13,7 +13,7 @@ import pytest
 
 import outrider
 from outrider.api.model import Model
-from outrider.decoding.request import TextStream
+from outrider.decoding.text import TextStream
 from outrider.decoding.trace import RoundTrace, TokenTrace
 from outrider.serving.inspector import page, trace_json
 from outrider.target.hub import EMBEDDED_ID

@@ -25,8 +25,8 @@ import outrider.cli.serve as serve
 import outrider.serving.connection as connection
 from outrider.api.model import Model
 from outrider.backends.launch import free_port
-from outrider.decoding.batch import Output
 from outrider.decoding.engine import Engine
+from outrider.decoding.request import Output
 from outrider.decoding.scheduler import EngineConfig
 from outrider.evaluation.loadtest.metrics import Journal
 from outrider.serving.app import Limits

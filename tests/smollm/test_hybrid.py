@@ -7,10 +7,9 @@ import pytest
 from outrider.api.drafter import choose_drafter
 from outrider.data.chat import render
 from outrider.data.sources import load_prompts
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import SamplingParams

@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import Cache
 
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import Drafter, DrafterWeights
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from outrider.data.responses import Sample
-from outrider.decoding.drafting import Drafting
-from outrider.decoding.generate import SingleRequest
-from outrider.decoding.policies import FixedPolicy
-from outrider.decoding.request import StopRules
-from outrider.decoding.round import RoundResult
-from outrider.decoding.verification import Verdict
-from outrider.drafters.base import Drafter, DrafterWeights, DraftModule
+from outrider.decoding.engine import Engine, config_alone
+from outrider.decoding.request import Request, RequestState, StopRules
+from outrider.decoding.verification import RoundResult, Verdict
+from outrider.drafters.base import Drafter, DrafterWeights, DraftModule, draft_slots
 from outrider.sampling import PositionNoise, SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, build_batch
@@ -67,15 +64,19 @@ def serve(drafter: Drafter, target: Target, sample: Sample) -> dict[int, Tensor]
     params = SamplingParams(temperature=1.0)
     prompt = tokens[: sample.spans[0][0]]
     rules = StopRules(len(tokens) + 16 - len(prompt), stop_ids=())
-    batch = SingleRequest(target, Drafting(drafter, FixedPolicy()), prompt, params, rules)
+    request = Request("", prompt, params, rules)
+    engine = Engine(target, drafter, config=config_alone(target, request, draft_slots(drafter)))
+    state = read_prompt(engine, request)
     accepting = itertools.cycle([0, 2, 1, gamma, 0, 0, 1])
     at, found = sample.spans[0][0] - 1, {}
     while at < len(tokens) - 1:
-        assert batch.state.anchor == tokens[at]
+        assert state.anchor == tokens[at]
         following = tokens[at + 1 : at + 1 + gamma]
-        batch.state.noise = Forced(following, at + 1)
-        (proposal,) = batch.draft(0.0)
-        (row,) = batch.score([proposal])
+        state.noise = Forced(following, at + 1)
+        step = engine.begin()
+        (proposal,) = engine.draft(step)
+        scores = engine.score(step, [proposal])
+        (row,) = scores.rows
         matching = 0  # a token outside the draft vocabulary cannot be forced: decoding never gets past it
         found[at] = torch.full((gamma,), torch.nan)
         for k in range(len(following)):
@@ -86,9 +87,19 @@ def serve(drafter: Drafter, target: Target, sample: Sample) -> dict[int, Tensor]
         accepted = min(next(accepting), matching, len(tokens) - 2 - at)
         committed = tokens[at + 1 : at + 2 + accepted]
         verdict = Verdict(list(range(accepted)), committed[-1])
-        batch.commit(RoundResult(proposal, proposal, verdict))
+        engine.commit(step, None, scores, {"": RoundResult(proposal, proposal, verdict)})
         at += len(committed)
     return found
+
+
+def read_prompt(engine: Engine, request: Request) -> RequestState:
+    """The state of a request whose prompt has been read, but for the anchor."""
+    engine.submit(request)
+    while True:
+        assert not engine.step(), "only the prompt is read"
+        if engine.scheduler.running[request.id].cached == len(request.prompt) - 1:
+            break
+    return engine._states[request.id]
 
 
 class Forced(PositionNoise):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
+from outrider.decoding.request import Request
 from outrider.decoding.scheduler import StepPlan
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter

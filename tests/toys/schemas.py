@@ -13,9 +13,8 @@ import jsonschema
 import torch
 from torch import Tensor
 
-from outrider.decoding.batch import Request
 from outrider.decoding.engine import Engine
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.structured import Grammar, GrammarCompiler, StructuredOutput
 from outrider.drafters.base import Drafter

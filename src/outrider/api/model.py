@@ -38,13 +38,12 @@ from outrider.api.drafter import (
 from outrider.api.scheduling import Scheduling, choose_scheduling, given
 from outrider.data.chat import render
 from outrider.data.conversations import Message
-from outrider.decoding.batch import Output, Request
 from outrider.decoding.drafting import SchedulerState
 from outrider.decoding.engine import Engine, config_for
 from outrider.decoding.gate import DraftGate
-from outrider.decoding.generate import Chunk, stream
+from outrider.decoding.generate import stream
 from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
-from outrider.decoding.request import FinishReason, StopRules
+from outrider.decoding.request import FinishReason, Output, Request, StopRules
 from outrider.decoding.structured import GrammarCompiler, StructuredOutput
 from outrider.decoding.trace import RoundTrace
 from outrider.decoding.verification import TypicalAcceptance
@@ -53,7 +52,7 @@ from outrider.drafters.draft import TreeSize
 from outrider.drafters.ngram import Library
 from outrider.sampling import SamplingParams
 from outrider.target.model import DecodingTarget, Target, load_target
-from outrider.target.paged import check_pageable
+from outrider.target.paged import batches
 from outrider.utils.measure import default_dtype
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
@@ -169,7 +168,7 @@ class Model:
         gate: DraftGate | None = None,
         typical: TypicalAcceptance | None = None,
         **options: Any,
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[Output]:
         """Answer one prompt; a chunk with text and tokens per round. Keywords: see the class.
 
         Raises:
@@ -199,15 +198,15 @@ class Model:
             return self._generate(prompt, **options)
         seed = options.pop("seed", None)
         seeds = [None if seed is None else seed + i for i in range(len(prompt))]
-        if options.get("typical") is not None or not isinstance(self.target, Target) or not _pageable(self.target):
+        if not isinstance(self.target, Target) or not batches(self.target.config):
             return [self._generate(one, seed=own, **options) for one, own in zip(prompt, seeds, strict=True)]
         chosen = self._scheduling(*(options.pop(name, None) for name in ("confidence_threshold", "policy", "gate")))
-        options.pop("typical", None)
+        typical = options.pop("typical", None)
         requests = [
             self._request(one, id=str(number), seed=own, **options)
             for number, (one, own) in enumerate(zip(prompt, seeds, strict=True))
         ]
-        return self._together(self.target, requests, chosen)
+        return self._together(self.target, requests, chosen, typical)
 
     def spec_generate(
         self,
@@ -302,7 +301,7 @@ class Model:
             policy = ThresholdPolicy(threshold)
         return given(policy or FixedPolicy(), gate)
 
-    def _chunks(self, request: Request, chosen: Scheduling, typical: TypicalAcceptance | None) -> Iterator[Chunk]:
+    def _chunks(self, request: Request, chosen: Scheduling, typical: TypicalAcceptance | None) -> Iterator[Output]:
         drafter = None if self.drafter is None else self.drafter.drafter
         with self._experienced([request], chosen) as experience:
             yield from stream(
@@ -323,14 +322,24 @@ class Model:
         started = time.perf_counter()
         return _response(list(self.stream(prompt, **options)), time.perf_counter() - started)
 
-    def _together(self, target: Target, requests: Sequence[Request], chosen: Scheduling) -> list[Response]:
+    def _together(
+        self, target: Target, requests: Sequence[Request], chosen: Scheduling, typical: TypicalAcceptance | None
+    ) -> list[Response]:
         started = time.perf_counter()
         drafter = None if self.drafter is None else self.drafter.drafter
         config = config_for(requests, draft_slots(drafter))
         outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
         found: dict[str, Response] = {}
         with self._experienced(requests, chosen) as experience:
-            engine = Engine(target, drafter, chosen.policy, gate=chosen.gate, config=config, experience=experience)
+            engine = Engine(
+                target,
+                drafter,
+                chosen.policy,
+                gate=chosen.gate,
+                config=config,
+                typical=typical,
+                experience=experience,
+            )
             # Closed also where it is interrupted: ids must not stay in what is learned, the next batch has the same.
             with closing(engine.run(requests)) as steps:
                 for output in chain.from_iterable(steps):
@@ -421,15 +430,7 @@ def _is_prompt(prompt: Any) -> bool:
     return all(isinstance(one, Integral) or (isinstance(one, Mapping) and "role" in one) for one in prompt)
 
 
-def _pageable(target: Target) -> bool:
-    try:
-        check_pageable(target.config)
-    except ValueError:
-        return False
-    return True
-
-
-def _response(parts: Sequence[Chunk] | Sequence[Output], seconds: float) -> Response:
+def _response(parts: Sequence[Output], seconds: float) -> Response:
     last = parts[-1]
     finish, seed = last.finish, last.seed
     assert finish is not None and seed is not None
@@ -440,6 +441,6 @@ def _response(parts: Sequence[Chunk] | Sequence[Output], seconds: float) -> Resp
         rounds=sum(bool(part.tokens) for part in parts),
         seconds=seconds,
         seed=seed,
-        error=last.error if isinstance(last, Output) else None,
+        error=last.error,
         trace=[part.trace for part in parts if part.trace is not None],
     )

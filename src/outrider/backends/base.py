@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from outrider.checkpoints.dialects.base import Dialect, ExportedCheckpoint, TargetFacts
 from outrider.checkpoints.dialects.deepspec import widened
 from outrider.checkpoints.registry import Export, methods
-from outrider.decoding.batch import Output, Request, StepRecord
+from outrider.decoding.request import Output, Request, StepRecord
 from outrider.drafters.base import DrafterWeights
 
 

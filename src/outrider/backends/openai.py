@@ -33,7 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedTokenizerBase
 
 from outrider.backends.base import Acceptance, ExternalEngine, MetricNames, RequestStats
-from outrider.decoding.batch import Output, Request, StepRecord
+from outrider.decoding.request import Output, Request, StepRecord
 from outrider.utils.documents import parse_json
 from outrider.utils.terminal import printable
 

@@ -34,7 +34,7 @@ from outrider.utils.terminal import Terminal
 if TYPE_CHECKING:
     from outrider.api.model import Model
     from outrider.data.sources import TaskSettings
-    from outrider.decoding.generate import Chunk
+    from outrider.decoding.request import Output
     from outrider.target.model import Target
     from outrider.training.recipe import Recipe
 
@@ -109,7 +109,7 @@ class Runner:
     """One of the two. `seconds`: of its own rounds, prefill included."""
 
     name: str
-    chunks: Iterator[Chunk]
+    chunks: Iterator[Output]
     text: Text = field(default_factory=Text)
     tokens: list[int] = field(default_factory=list)
     rounds: int = 0

@@ -25,7 +25,7 @@ from outrider.utils.terminal import Terminal, printable
 if TYPE_CHECKING:
     from outrider.api.model import Model
     from outrider.checkpoints.published import Published
-    from outrider.decoding.generate import Chunk
+    from outrider.decoding.request import Output
     from outrider.target.model import DecodingTarget
 
 STYLES = {"draft": "green", "correction": "bold red", "bonus": "bold blue"}
@@ -125,9 +125,9 @@ def generate_command(
         show_paths(errors, trace)
 
 
-def write_trace(path: Path, model: Model, chunks: Sequence[Chunk], settings: Mapping[str, Any]) -> None:
+def write_trace(path: Path, model: Model, chunks: Sequence[Output], settings: Mapping[str, Any]) -> None:
     """Write a response whose chunks have traces, as `outrider serve` writes its answers (docs/serving.md)."""
-    from outrider.decoding.request import TextStream
+    from outrider.decoding.text import TextStream
     from outrider.serving.inspector import trace_json
     from outrider.utils.files import write_atomically
 
@@ -151,7 +151,7 @@ def write_trace(path: Path, model: Model, chunks: Sequence[Chunk], settings: Map
     write_atomically(path, json.dumps(answer, ensure_ascii=False, indent=1) + "\n")
 
 
-def coloured(chunk: Chunk, target: DecodingTarget) -> Text:
+def coloured(chunk: Output, target: DecodingTarget) -> Text:
     """The tokens of one round in their colours."""
     assert target.tokenizer is not None
     text = Text()
@@ -166,11 +166,11 @@ def legend() -> str:
     return f"[dim]tokens: {marks}[/dim]"
 
 
-def summary(chunks: list[Chunk], used: str, console: Console, with_legend: bool) -> None:
+def summary(chunks: list[Output], used: str, console: Console, with_legend: bool) -> None:
     """Rounds, accepted length, where the time went and what was `used`, on one line."""
     tokens = sum(len(c.tokens) for c in chunks)
     drafting, verifying, other = (
-        sum(getattr(c.stats, f"{name}_seconds") for c in chunks) for name in ("draft", "verify", "other")
+        sum(getattr(c, f"{name}_seconds") for c in chunks) for name in ("draft", "verify", "other")
     )
     if with_legend:
         console.print(legend())

@@ -35,8 +35,8 @@ from outrider.decoding.cost import Floats, Ints, LearnedCost
 from outrider.decoding.gate import MANY, SOME, AlwaysDraft, DraftGate, History, Patience, known_verdicts
 from outrider.decoding.policies import CostPolicy, Policy, StepView
 from outrider.decoding.request import RequestState
-from outrider.decoding.round import RoundResult
 from outrider.decoding.trace import PathRows, RoundTrace, Source, trace_round
+from outrider.decoding.verification import RoundResult
 from outrider.drafters.base import Drafter, FailedCall
 from outrider.drafters.draft import Draft, allowed_part
 from outrider.drafters.ngram import MOST_MATCHED, Library, NgramConfig, NgramSession, copy_confidences

@@ -1,45 +1,51 @@
-"""The engine: continuous batching with one flattened target forward per step.
+"""The engine: continuous batching with one target forward per step; a stream is an engine with one request.
 
-    plan      Scheduler: which requests decode or prefill, in which blocks     (decoding/scheduler.py)
-    round     draft all -> policy -> one forward -> verify                     (decoding/round.py, decoding/batch.py)
-    commit    outputs, stops, draft sessions
+    begin      which requests decode or prefill, in which blocks                  decoding/scheduler.py
+    draft      x_1 .. x_K of each request, with p_d and confidences               decoding/drafting.py
+    schedule   how many of them are verified: sees confidences, never tokens      decoding/policies.py
+    score      the target's distributions after the anchor and each draft         decoding/scoring.py
+    verify     the accepted path and one more token                               decoding/verification.py
+    commit     text, stops, KV blocks, what the drafter reads, what is learned    decoding/request.py
 
 A request's tokens come from its own generator and its own rows, so they do not depend on who else is in the step; at
-temperature 0 they are plain decoding's (up to ties of rounding, docs/architecture.md).
+temperature 0 they are plain decoding's (up to ties of rounding, docs/architecture.md). Before a step all committed
+tokens of a request but the last, the anchor, are in the target's cache.
+Source: Leviathan et al., arXiv 2211.17192; DSpark, arXiv 2607.05147. Shapes: R requests, K draft positions.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.decoding.batch import Output, Request, StepBatch, StepRecord
-from outrider.decoding.drafting import Drafting, SchedulerState
+from outrider.decoding.drafting import Drafting, DraftTurn, SchedulerState
 from outrider.decoding.gate import DraftGate
-from outrider.decoding.policies import FixedPolicy, Policy
-from outrider.decoding.request import RequestState, StopRules
-from outrider.decoding.round import RoundResult, attempt_round
-from outrider.decoding.scheduler import EngineConfig, Scheduler
+from outrider.decoding.policies import FixedPolicy, Policy, StepView
+from outrider.decoding.reports import report
+from outrider.decoding.request import FinishReason, Output, Request, RequestState, StepRecord, StopRules
+from outrider.decoding.scheduler import EngineConfig, Scheduler, StepPlan, Work
+from outrider.decoding.scoring import Scores, score
+from outrider.decoding.verification import RoundResult, TypicalAcceptance, verify_all
 from outrider.drafters.base import Drafter, draft_slots
+from outrider.drafters.draft import Draft
 from outrider.sampling import Randomness
-from outrider.target.model import Target
-from outrider.target.paged import PagedKV
+from outrider.target.model import DecodingTarget, KVPool
+from outrider.utils.measure import Clock
 
 _WARM_UP_TOKENS = 16  # of the prompt, and of the response
 _GPU_TOKEN_BUDGET = 4096  # rows of a step that keep a GPU busy
 
 
-def default_config(target: Target) -> EngineConfig:
-    """`EngineConfig`'s own on a CPU. On a GPU larger steps, and a pool in which all requests can be as long as the
-    target allows, of a quarter of the free memory at most."""
+def default_config(target: DecodingTarget) -> EngineConfig:
+    """`EngineConfig()` on a CPU. On a GPU larger steps, and a pool in which all requests can be as long as the target
+    allows, of a quarter of the free memory at most."""
     usual = EngineConfig()
     if target.device.type != "cuda":
         return usual
-    per_block = sum(pool.nbytes for pair in PagedKV(target, 1, usual.block_size).pools for pool in pair) // 2
-    fitting = torch.cuda.mem_get_info(target.device)[0] // 4 // max(1, per_block)
+    fitting = torch.cuda.mem_get_info(target.device)[0] // 4 // max(1, target.new_kv(1, usual.block_size).block_bytes)
     wanted = usual.max_requests * -(-target.max_context // usual.block_size)
     return replace(usual, token_budget=_GPU_TOKEN_BUDGET, num_blocks=max(1, min(fitting, wanted)))
 
@@ -55,43 +61,90 @@ def config_for(requests: Sequence[Request], slots: int) -> EngineConfig:
     return EngineConfig(num_blocks=max(1, *blocks, min(sum(blocks), EngineConfig.num_blocks)))
 
 
+def config_alone(target: DecodingTarget, request: Request, slots: int) -> EngineConfig:
+    """An engine of one request, whose first round drafts already.
+
+    Args:
+        slots: `draft_slots` of its drafter.
+    """
+    tokens = min(len(request.prompt) + request.rules.max_new_tokens, target.max_context) + slots + 1
+    budget = EngineConfig.token_budget if target.device.type != "cuda" else _GPU_TOKEN_BUDGET
+    return EngineConfig(1, max(budget, slots + 1), num_blocks=-(-tokens // EngineConfig.block_size), prompt_apart=True)
+
+
+@dataclass
+class Step:
+    """A step under way.
+
+    Attributes:
+        turns: the requests that decode, in the order of the plan.
+        failed: requests that end with this step, and why.
+        prefill_tokens: rows that read prompts.
+        context: mean tokens of the requests that decode, before the step.
+    """
+
+    started: float
+    plan: StepPlan
+    turns: list[DraftTurn]
+    failed: dict[str, Exception]
+    prefill_tokens: int
+    context: float
+    draft_clock: Clock
+    verify_clock: Clock
+    drafting: int = 0  # requests that the drafter was asked for
+
+
 class Engine:
-    """Decodes many requests of one target together.
+    """Decodes requests of one target together.
 
     Args:
         drafter: None for plain decoding.
         policy: how many drafts to verify; all of them by default.
         gate: which requests draft at all; every one by default.
         config: `default_config` by default.
+        typical: a lossy rule that accepts more; the output is then not distributed as the target's.
         randomness: where random draws come from; generators of the requests' seeds by default.
         experience: what earlier requests taught, which is added to; none by default.
+        kv: a pool of at least the config's blocks; the target's own by default.
+        clock: seconds since some moment.
+        learns_costs: whether the seconds of steps correct a `LearnedCost` of the policy. They differ from run to run,
+            and so would what is drafted.
+
+    Raises:
+        ValueError: a drafter of trees for a target that cannot verify them, or a target whose requests cannot be
+            decoded together.
     """
 
     def __init__(
         self,
-        target: Target,
+        target: DecodingTarget,
         drafter: Drafter | None = None,
         policy: Policy | None = None,
         gate: DraftGate | None = None,
         config: EngineConfig | None = None,
         *,
+        typical: TypicalAcceptance | None = None,
         randomness: Randomness | None = None,
         experience: SchedulerState | None = None,
+        kv: KVPool | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        learns_costs: bool = True,
     ) -> None:
-        self.target = target
+        self.target, self.typical, self.randomness = target, typical, randomness
         self.policy: Policy = policy or FixedPolicy()
         self.drafting = Drafting(drafter, self.policy, gate, experience=experience)
         self.config = config or default_config(target)
-        self.randomness = randomness
+        self.clock, self.learns_costs = clock, learns_costs
+        self.aux_layers = () if drafter is None else drafter.aux_layers
         if drafter is not None and drafter.trees:
             target.check_trees()
-        slots = draft_slots(drafter)
-        self.scheduler = Scheduler(self.config, slots, drafter is not None and drafter.trees)
-        self.kv = PagedKV(target, self.config.num_blocks, self.config.block_size)
+        if self.config.max_requests > 1:
+            target.check_batches()
+        self.scheduler = Scheduler(self.config, draft_slots(drafter), drafter is not None and drafter.trees)
+        self.kv = target.new_kv(self.config.num_blocks, self.config.block_size) if kv is None else kv
         self.last: StepRecord | None = None
         self._states: dict[str, RequestState] = {}
-        self._logprobs: dict[str, int] = {}  # of requests that ask for them
-        self._traced: dict[str, int] = {}  # rounds of requests that ask for traces, this one included
+        self._requests: dict[str, Request] = {}
 
     @property
     def idle(self) -> bool:
@@ -118,10 +171,15 @@ class Engine:
         """Queue a request.
 
         Raises:
-            ValueError: its id is in use, its prompt is empty or too long, or it could never fit into the KV pool.
+            ValueError: its id is in use, its prompt is empty or too long, it could never fit into the KV pool, or it
+                asks for coupled sampling under a lossy rule.
         """
         if request.id in self._states:
             raise ValueError(f"request id {request.id!r} is in use; give every request its own.")
+        if self.typical is not None and request.params.coupled:
+            raise ValueError(
+                "typical acceptance lets drafts change tokens, coupled sampling does not: choose one of them."
+            )
         state = RequestState(
             self.target,
             request.prompt,
@@ -131,14 +189,10 @@ class Engine:
             grammar=request.grammar,
         )
         self.scheduler.add(request.id, len(state.tokens), state.remaining, most_drafts=request.most_drafts)
-        self._states[request.id] = state
-        if request.logprobs is not None:
-            self._logprobs[request.id] = request.logprobs
-        if request.trace:
-            self._traced[request.id] = 1
+        self._states[request.id], self._requests[request.id] = state, request
 
     def cancel(self, id: str) -> bool:
-        """Drop a request between two steps and free all it holds; False where there is none of that id."""
+        """Drop a request between two steps and free all it holds; False if there is none of that id."""
         if id not in self._states:
             return False
         self._forget(id)
@@ -168,8 +222,19 @@ class Engine:
         An exception in what is done for one request alone (its session, drawing its drafts, verifying them, its text)
         ends that request with the finish "error"; one in what is done for all together is raised.
         """
-        started = time.perf_counter()
-        plan = self.scheduler.plan()
+        step = self.begin()
+        if not step.plan.work:
+            return []
+        drafts = self.draft(step)
+        view, verified = self.schedule(step, drafts)
+        scores = self.score(step, verified)
+        results = self.verify(step, drafts, verified, scores)
+        outputs = self.commit(step, view, scores, results)
+        return self._record(step, scores, results, outputs)
+
+    def begin(self) -> Step:
+        """Plan a step; sessions of the requests that enter it begin."""
+        started, plan = self.clock(), self.scheduler.plan()
         for id in plan.preempted:
             self.drafting.close(self._states[id])
             self._states[id].leave()
@@ -180,123 +245,207 @@ class Engine:
                 self.drafting.open(self._states[id])
             except Exception as error:
                 failed[id] = error
-        if not plan.work:
-            return []
-        batch = StepBatch(
-            self.target,
-            self.kv,
-            self.drafting,
-            plan=plan,
-            states=self._states,
-            progress=self.scheduler.running,
+        turns = [DraftTurn(work.id, self._states[work.id], work.limit) for work in plan.work if work.decodes]
+        context = sum(len(turn.state.tokens) for turn in turns) / max(1, len(turns))
+        prefill_tokens = sum(work.prefill for work in plan.work)
+        return Step(
+            started,
+            plan,
+            turns,
             failed=failed,
-            traced=self._traced,
+            prefill_tokens=prefill_tokens,
+            context=context,
+            draft_clock=Clock(self.target.device, self.clock),
+            verify_clock=Clock(self.target.device, self.clock),
         )
-        results: dict[str, RoundResult] = {}
-        if batch.deciding:
-            for id, result in zip(batch.ids, attempt_round(batch, self.policy), strict=True):
-                if isinstance(result, RoundResult):
-                    results[id] = result
-                else:
-                    failed[id] = result
-        else:
-            batch.score([])
-        outputs = self._commit(batch, results)
-        self.last = self._record(batch, results, outputs, preempted=len(plan.preempted), started=started)
-        return outputs
 
-    def _commit(self, batch: StepBatch, results: Mapping[str, RoundResult]) -> list[Output]:
-        outputs: list[Output] = []
-        kept: dict[str, list[int]] = {}
-        batch.look_at_paths(results)
-        for work in batch.work:
-            if not work.decodes and work.id not in batch.failed:
+    def draft(self, step: Step) -> list[Draft]:
+        """A draft of each request that decodes; positions from the first confidence below the policy's minimum on may
+        be left out."""
+        with step.draft_clock:
+            drafts, step.drafting = self.drafting.draft(
+                step.turns, self.policy.min_confidence, step.failed, other_tokens=step.prefill_tokens
+            )
+        return drafts
+
+    def schedule(self, step: Step, drafts: Sequence[Draft]) -> tuple[StepView | None, Sequence[Draft]]:
+        """What the policy was shown (None: nothing was drafted), and the part of each draft that it has verified."""
+        if not any(draft.tokens for draft in drafts):
+            return None, drafts
+        view = self.drafting.view(step.turns, drafts, other_tokens=step.prefill_tokens)
+        lengths = self.policy.lengths(view).tolist()
+        return view, [draft.truncated(length) for draft, length in zip(drafts, lengths, strict=True)]
+
+    def score(self, step: Step, verified: Sequence[Draft]) -> Scores:
+        """The target's rows for each draft, from one forward on [anchor, *draft] each and what is read of prompts."""
+        drafts = {turn.id: draft for turn, draft in zip(step.turns, verified, strict=True)}
+        with step.verify_clock:
+            return score(
+                self.target,
+                self.kv,
+                step.plan.work,
+                states=self._states,
+                progress=self.scheduler.running,
+                drafts=drafts,
+                aux_layers=self.aux_layers,
+                watched={id for id in drafts if self._requests[id].trace},
+            )
+
+    def verify(
+        self, step: Step, drafts: Sequence[Draft], verified: Sequence[Draft], scores: Scores
+    ) -> dict[str, RoundResult]:
+        """What verification gave, by request; a request whose verification fails joins the failed ones."""
+        sources = [turn.state.source for turn in step.turns]
+        verdicts = verify_all(verified, scores.rows, sources, self.typical)
+        results: dict[str, RoundResult] = {}
+        for turn, draft, part, verdict in zip(step.turns, drafts, verified, verdicts, strict=True):
+            if isinstance(verdict, Exception):
+                step.failed.setdefault(turn.id, verdict)
+            else:
+                results[turn.id] = RoundResult(draft, part, verdict)
+        return results
+
+    def commit(
+        self, step: Step, view: StepView | None, scores: Scores, results: Mapping[str, RoundResult]
+    ) -> list[Output]:
+        """Commit the tokens, keep the caches of what stays, and learn from the round."""
+        outputs = self._outputs(step, view, scores, results)
+        kept: dict[str, list[int]] = {}  # rows that stay of each request, counted from its first
+        for work in step.plan.work:
+            output = outputs.get(work.id)
+            if output is None:
                 self.scheduler.advance(work.id, work.prefill)
                 kept[work.id] = list(range(work.prefill))
-                continue
-            output = self._output(work.id, batch, results.get(work.id))
-            outputs.append(output)
-            if output.finish is None:
+            elif output.finish is None:
                 self.scheduler.commit(work.id, len(output.tokens))
                 path = results[work.id].verdict.path
                 kept[work.id] = [*range(work.prefill + 1), *(work.prefill + 1 + node for node in path)]
-        batch.close(kept, results)
-        for output in outputs:
+        at = self.scheduler.running
+        with step.verify_clock:
+            self.kv.keep_paths([(at[id].blocks, at[id].cached - len(rows), rows) for id, rows in kept.items()])
+        if step.turns:
+            self.drafting.record(step.turns, view, [results.get(turn.id) for turn in step.turns])
+        self._read(step, scores, kept)
+        for output in outputs.values():
             if output.finish is not None:
                 self._forget(output.id)
+        return list(outputs.values())
+
+    def _outputs(
+        self, step: Step, view: StepView | None, scores: Scores, results: Mapping[str, RoundResult]
+    ) -> dict[str, Output]:
+        """What the step gave each request that decodes, and the error of each that failed."""
+        committed: dict[str, tuple[list[int], str, FinishReason | None]] = {}
+        for id, result in results.items():
+            if id not in step.failed:
+                try:
+                    committed[id] = self._states[id].commit(result.tokens)
+                except Exception as error:
+                    step.failed[id] = error
+        reports = report(
+            {id: (self._requests[id], tokens) for id, (tokens, _, _) in committed.items()},
+            self.drafting,
+            scores,
+            turns=step.turns,
+            unasked={work.id: self._why_unasked(work) for work in step.plan.work if work.decodes},
+            view=view,
+            results=results,
+        )
+        outputs: dict[str, Output] = {}
+        for id in (work.id for work in step.plan.work if work.decodes or work.id in step.failed):
+            seed = self._states[id].seed
+            if id not in committed:
+                outputs[id] = Output(id, [], "", finish="error", seed=seed, error=step.failed[id])
+                continue
+            (tokens, text, finish), result = committed[id], results[id]
+            outputs[id] = Output(
+                id,
+                tokens,
+                text,
+                finish=finish,
+                seed=seed,
+                proposed=len(result.draft.tokens),
+                verified=len(result.verified.tokens),
+                accepted=min(result.verdict.accepted, len(tokens)),
+                reach=result.reach(len(tokens)),
+                confidences=result.draft.confidences if result.draft.is_chain else (),
+                origins=result.origins[: len(tokens)],
+                **reports.get(id, {}),
+            )
         return outputs
 
-    def _output(self, id: str, batch: StepBatch, result: RoundResult | None) -> Output:
-        """What a step gave a request: the committed tokens of `result`, or the error that ends it."""
-        state, error, count = self._states[id], batch.failed.get(id), self._logprobs.get(id)
-        if result is not None and error is None:
-            try:
-                tokens, text, finish = state.commit(result.tokens)
-                trace = None
-                if id in self._traced:
-                    trace = batch.trace(id, result, tokens)
-                    self._traced[id] += 1
-                return Output(
-                    id,
-                    tokens,
-                    text,
-                    finish=finish,
-                    seed=state.seed,
-                    verified=len(result.verified.tokens),
-                    accepted=min(result.verdict.accepted, len(tokens)),
-                    reach=result.reach(len(tokens)),
-                    logprobs=None if count is None else batch.logprobs(id, result.verdict, tokens, count=count),
-                    trace=trace,
-                )
-            except Exception as raised:
-                error = raised
-        return Output(id, [], "", finish="error", seed=state.seed, error=error)
+    def _why_unasked(self, work: Work) -> str:
+        """Why a request was not asked for a draft; "" if it was."""
+        state = self._states[work.id]
+        if work.limit > 0 or self.drafting.drafter is None:
+            return ""
+        if self.scheduler.running[work.id].most_drafts == 0:
+            return "the request asked for no drafts"
+        if work.prefill or (state.rounds == 1 and not self.config.prompt_apart):
+            return "the prompt was read in this step, and drafts begin behind its first token"
+        if not state.remaining:
+            return "only one more token could come"
+        return "the step had no rows or KV blocks left for drafts"
+
+    def _read(self, step: Step, scores: Scores, kept: Mapping[str, list[int]]) -> None:
+        """Note the rows that stay, for the drafter."""
+        if self.drafting.drafter is None:
+            return
+        states, at = [self._states[id] for id in kept], self.scheduler.running
+        if len(kept) == scores.count:  # plain decoding of all, in this order
+            self.drafting.committed_one_each(states, [at[id].cached - 1 for id in kept], scores.aux_TLD)
+        else:
+            for (id, rows), aux_TLD in zip(kept.items(), scores.aux_of(kept), strict=True):
+                state, cached = self._states[id], at[id].cached
+                self.drafting.committed(state, state.tokens[cached - len(rows) : cached], aux_TLD)
+        with step.draft_clock:
+            self.drafting.read_overdue(states)
 
     def _forget(self, id: str) -> None:
-        state = self._states[id]
+        state = self._states.pop(id)
+        del self._requests[id]
         self.drafting.close(state)
-        del self._states[id]
-        self._logprobs.pop(id, None)
-        self._traced.pop(id, None)
         self.scheduler.remove(id)
         self.drafting.forget(id, state.response)
 
     def _record(
-        self,
-        batch: StepBatch,
-        results: Mapping[str, RoundResult],
-        outputs: list[Output],
-        *,
-        preempted: int,
-        started: float,
-    ) -> StepRecord:
-        draft, verify = batch.draft_clock.take(), batch.verify_clock.take()
-        seconds = time.perf_counter() - started  # behind the clocks, which wait for what a GPU has yet to do
-        if self.drafting.learned_cost is not None and results and not batch.prefill_tokens:
+        self, step: Step, scores: Scores, results: Mapping[str, RoundResult], outputs: Sequence[Output]
+    ) -> list[Output]:
+        """The outputs with their share of the step's seconds; `last` is its record."""
+        draft, verify = step.draft_clock.take(), step.verify_clock.take()
+        seconds = self.clock() - step.started  # after the clocks, which wait for what a GPU has yet to do
+        learned = self.drafting.learned_cost if self.learns_costs else None
+        if learned is not None and results and not step.prefill_tokens:
             own = [len(result.draft.tokens) for id, result in results.items() if not self.drafting.copied(id)]
-            self.drafting.learned_cost.took(
+            learned.took(
                 seconds,
-                len(batch.deciding),
-                batch.context,
+                len(step.turns),
+                step.context,
                 verified=sum(len(result.verified.tokens) for result in results.values()),
-                drafting=batch.drafted,
+                drafting=step.drafting,
                 depth=max([1, *own]),
             )
-        return StepRecord(
+        other = seconds - draft - verify
+        self.last = StepRecord(
             seconds=seconds,
             draft_seconds=draft,
             verify_seconds=verify,
-            other_seconds=seconds - draft - verify,
-            requests=len(batch.deciding),
-            drafting=batch.drafted,
-            tokens=batch.rows,
-            prefill_tokens=batch.prefill_tokens,
+            other_seconds=other,
+            requests=len(step.turns),
+            drafting=step.drafting,
+            tokens=scores.count,
+            prefill_tokens=step.prefill_tokens,
             proposed=sum(len(result.draft.tokens) for result in results.values()),
             admitted=sum(len(result.verified.tokens) for result in results.values()),
             accepted=sum(output.accepted for output in outputs),
             committed=sum(len(output.tokens) for output in outputs),
-            preempted=preempted,
+            preempted=len(step.plan.preempted),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             used_blocks=self.scheduler.allocator.used,
         )
+        share = 1 / max(1, len(outputs))
+        return [
+            replace(output, draft_seconds=draft * share, verify_seconds=verify * share, other_seconds=other * share)
+            for output in outputs
+        ]

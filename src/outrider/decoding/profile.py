@@ -38,10 +38,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.decoding.batch import Request, StepRecord
 from outrider.decoding.cost import Additive, Cell, Curve, Profile, Setting
 from outrider.decoding.engine import Engine
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StepRecord, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, Drafter, draft_slots
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens

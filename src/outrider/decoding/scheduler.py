@@ -27,12 +27,15 @@ class EngineConfig:
         token_budget: most rows of one target forward.
         block_size: tokens per KV block.
         num_blocks: of the KV pool; with `block_size`, how many tokens all running requests may hold.
+        prompt_apart: a prompt is read without its last token, so that the first token has drafts already; else it comes
+            with the prompt.
     """
 
     max_requests: int = 32
     token_budget: int = 512
     block_size: int = 16
     num_blocks: int = 1024
+    prompt_apart: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "token_budget", "block_size", "num_blocks"):
@@ -128,8 +131,9 @@ class Scheduler:
         work = [Work(id, 0, True, limit=limit) for id, limit in limits.items()]
         for id, progress in list(self.running.items()):
             if id not in limits and budget > 0:
-                work.append(self._prefill(id, progress, budget))
-                budget -= work[-1].prefill + work[-1].decodes
+                part = self._prefill(id, progress, budget)
+                work += part
+                budget -= sum(one.prefill + one.decodes for one in part)
         while budget > 0 and self.waiting and not preempted and len(self.running) < self.config.max_requests:
             id, progress = self.waiting[0]
             needed = self._blocks_for(progress.length)
@@ -139,8 +143,9 @@ class Scheduler:
             progress.blocks = self.allocator.allocate(needed)
             self.running[id] = progress
             admitted.append(id)
-            work.append(self._prefill(id, progress, budget))
-            budget -= work[-1].prefill + work[-1].decodes
+            part = self._prefill(id, progress, budget)
+            work += part
+            budget -= sum(one.prefill + one.decodes for one in part)
         return StepPlan(work, admitted, preempted)
 
     def advance(self, id: str, rows: int) -> None:
@@ -153,11 +158,14 @@ class Scheduler:
         progress.length += tokens
         progress.cached = progress.length - 1
 
-    def _prefill(self, id: str, progress: Progress, budget: int) -> Work:
+    def _prefill(self, id: str, progress: Progress, budget: int) -> list[Work]:
+        """What is read of the prompt in this step: nothing if all but the anchor is read, and that comes apart."""
         missing = progress.length - 1 - progress.cached
+        if self.config.prompt_apart:
+            return [Work(id, min(missing, budget), False, limit=0)] if missing else []
         if missing < budget:  # the anchor fits as well
-            return Work(id, missing, True, limit=0)
-        return Work(id, budget, False, limit=0)
+            return [Work(id, missing, True, limit=0)]
+        return [Work(id, budget, False, limit=0)]
 
     def _decoding_limits(self, preempted: list[str]) -> dict[str, int]:
         """Most draft tokens of every decoding request, with blocks allocated for them.

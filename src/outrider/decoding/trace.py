@@ -21,8 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.decoding.round import Origin, RoundResult
-from outrider.decoding.verification import TargetRows
+from outrider.decoding.verification import Origin, RoundResult, TargetRows
 from outrider.drafters.draft import Draft
 from outrider.sampling import at_least_float32
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ from outrider.sampling import RandomSource, choose_together, residual
 class TargetRows:
     """The target's distributions for one draft: row 0 follows the anchor, row i + 1 follows node i and its ancestors.
 
-    `row(k)` is the warped distribution [V]. `pick(k)` is the token that the target emits where the draft has no say in
-    it: greedy decoding and coupled sampling (sampling.py); None elsewhere. `node_probs`: for each node the probability
-    of its token in the row of its parent, where a GPU was asked for those of all nodes at once.
+    `row(k)` is the warped distribution [V]. `pick(k)` is the token that the target emits whatever was drafted, in
+    greedy decoding and coupled sampling (sampling.py); else None. `node_probs`: for each node the probability of its
+    token in the row of its parent, if a GPU was asked for those of all nodes at once.
     """
 
     row: Callable[[int], Tensor]
@@ -60,49 +60,97 @@ class Verdict:
         return len(self.path)
 
 
+Origin = Literal["draft", "correction", "bonus"]
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """A request's share of a round: its draft in full, the nodes of it that the target verified, and the verdict."""
+
+    draft: Draft
+    verified: Draft
+    verdict: Verdict
+
+    @property
+    def tokens(self) -> list[int]:
+        """To commit: the accepted draft tokens and the next token."""
+        return [*(self.draft.tokens[node] for node in self.verdict.path), self.verdict.next_token]
+
+    def reach(self, committed: int) -> int:
+        """Positions for which the target judged a draft, where `committed` of `tokens` were kept: fewer at a stop."""
+        depth = self.verified.depth
+        return min(depth, committed) if self.verdict.accepted >= committed else depth
+
+    @property
+    def rejected(self) -> bool:
+        """Whether drafts were tried where the path ends: the next token then is a correction, else a bonus."""
+        return bool(self.verified.children(self.verdict.path[-1] if self.verdict.path else -1))
+
+    @property
+    def origins(self) -> list[Origin]:
+        """Where each of `tokens` comes from; a bonus is also what plain decoding gives."""
+        own: Origin = "correction" if self.rejected else "bonus"
+        return [*["draft"] * self.verdict.accepted, own]  # type: ignore[list-item]
+
+
 @dataclass(frozen=True)
 class PendingVerdict:
-    """A verdict on a GPU whose next token is still to be drawn, from `rest_V`: see `draw_together`."""
+    """An accepted path, and the next token or the distribution [V] that it is still to be drawn from."""
 
     path: list[int]
-    rest_V: Tensor
+    rest: int | Tensor
 
 
-def _drawn(path: list[int], rest_V: Tensor, source: RandomSource) -> Verdict | PendingVerdict:
-    return PendingVerdict(path, rest_V) if rest_V.is_cuda else Verdict(path, source.choose(rest_V))
-
-
-def draw_together(
-    verdicts: Sequence[Verdict | PendingVerdict | Exception], sources: Sequence[RandomSource]
-) -> list[Verdict | Exception]:
-    """The verdicts of several requests with their next tokens; a GPU is read once for all. Errors stay as they are."""
-    undrawn = {i: verdict for i, verdict in enumerate(verdicts) if isinstance(verdict, PendingVerdict)}
-    chosen = choose_together([verdict.rest_V for verdict in undrawn.values()], [sources[i] for i in undrawn])
-    tokens = dict(zip(undrawn, chosen, strict=True))
-    found: list[Verdict | Exception] = []
-    for i, verdict in enumerate(verdicts):
-        if isinstance(verdict, PendingVerdict):
-            token = tokens[i]
-            found.append(token if isinstance(token, Exception) else Verdict(verdict.path, token))
-        else:
-            found.append(verdict)
-    return found
-
-
-def verify(
-    draft: Draft, rows: TargetRows, source: RandomSource, typical: TypicalAcceptance | None = None
-) -> Verdict | PendingVerdict:
+def verify(draft: Draft, rows: TargetRows, source: RandomSource, typical: TypicalAcceptance | None = None) -> Verdict:
     """Accept a path of the draft and emit one more token, which together are distributed as the target's own.
-
-    Rows are asked for along the accepted path only, so that nothing is warped behind the last rejection. Where the
-    target's token is settled without the draft (`rows.pick`), the child that equals it is accepted: that is the rule
-    above at temperature 0, and the definition of coupled sampling.
 
     Args:
         typical: accept by this lossy rule instead, unless `rows.pick` settles the tokens.
     """
+    (verdict,) = verify_all([draft], [rows], [source], typical)
+    if isinstance(verdict, Exception):
+        raise verdict
+    return verdict
+
+
+def verify_all(
+    drafts: Sequence[Draft],
+    rows: Sequence[TargetRows],
+    sources: Sequence[RandomSource],
+    typical: TypicalAcceptance | None = None,
+) -> list[Verdict | Exception]:
+    """`verify` of several requests, whose next tokens are drawn together: a GPU is read once for all.
+
+    What goes wrong for one request is its result, so that the others have theirs.
+    """
+    verdicts: list[Verdict | Exception] = []
+    drawn: dict[int, PendingVerdict] = {}
+    for place, (draft, its_rows, source) in enumerate(zip(drafts, rows, sources, strict=True)):
+        try:
+            pending = accept(draft, its_rows, source, typical)
+        except Exception as error:
+            verdicts.append(error)
+            continue
+        if isinstance(pending.rest, Tensor):
+            drawn[place] = pending
+        verdicts.append(Verdict(pending.path, -1 if place in drawn else int(pending.rest)))
+    tokens = choose_together([drawn[i].rest for i in drawn], [sources[i] for i in drawn])  # type: ignore[misc]
+    for (place, pending), token in zip(drawn.items(), tokens, strict=True):
+        verdicts[place] = token if isinstance(token, Exception) else Verdict(pending.path, token)
+    return verdicts
+
+
+def accept(
+    draft: Draft, rows: TargetRows, source: RandomSource, typical: TypicalAcceptance | None = None
+) -> PendingVerdict:
+    """The path of the draft that is accepted, and what the next token is drawn from.
+
+    Rows are asked for along the accepted path only, so that nothing is warped after the last rejection. If the
+    target's token is settled without the draft (`rows.pick`), the child that equals it is accepted: that is the rule
+    above at temperature 0, and the definition of coupled sampling.
+    """
     if typical is not None and rows.pick is None:
-        return _verify_typical(draft, rows.row, source, rule=typical)
+        return _accept_typical(draft, rows.row, typical)
     path: list[int] = []
     node = -1
     while True:
@@ -110,12 +158,12 @@ def verify(
             token = rows.pick(node + 1)
             child = next((child for child in draft.children(node) if draft.tokens[child] == token), None)
             if child is None:
-                return Verdict(path, token)
+                return PendingVerdict(path, token)
         else:
             child, rest_V = _try_children(draft, node, rows, source=source)
             if child is None:
                 assert rest_V is not None, "neither a child nor what to draw from"
-                return _drawn(path, rest_V, source)
+                return PendingVerdict(path, rest_V)
         node = child
         path.append(node)
 
@@ -217,10 +265,8 @@ def lossy_note(settings: Mapping[str, Any] | None) -> str:
     )
 
 
-def _verify_typical(
-    draft: Draft, target_row: Callable[[int], Tensor], source: RandomSource, rule: TypicalAcceptance
-) -> Verdict | PendingVerdict:
-    """The longest path that the rule keeps, and the next token.
+def _accept_typical(draft: Draft, target_row: Callable[[int], Tensor], rule: TypicalAcceptance) -> PendingVerdict:
+    """The longest path that the rule keeps, and the target's row after it.
 
     Rows are asked for of kept nodes that have children, and at the path's end.
     """
@@ -236,4 +282,4 @@ def _verify_typical(
             if probability >= least:
                 kept[node] = depth + 1, likelihood + math.log(probability)
     last = max(kept, key=lambda node: (*kept[node], -node))
-    return _drawn(draft.path(last), rows[last] if last in rows else target_row(last + 1), source)
+    return PendingVerdict(draft.path(last), rows[last] if last in rows else target_row(last + 1))

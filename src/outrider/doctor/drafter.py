@@ -422,7 +422,7 @@ def trained_against_served(inputs: Inputs) -> Finding:
             if at + gamma + 1 < len(text.tokens):  # the last rounds are cut by the end of the response
                 anchors.append(at)
                 served.append(stats.accepted)
-            at += stats.committed
+            at += len(stats.tokens)
         if anchors:
             features = inputs.probe.source([text])[0]
             trained.append(inputs.probe.accept([(text, features, anchors)], Variant()).greedy_lengths_N)

@@ -42,12 +42,13 @@ class GrowingKV:
     (target/paged.py) because a session's blocks are consecutive.
 
     Raises:
-        ValueError: the model has layers that keep a state, or cannot be paged (see `PagedKV`).
+        ValueError: the model has layers that keep a state, or its requests cannot be read together.
     """
 
     def __init__(self, model: Target) -> None:
         if model.new_states() is not None:  # drafts are read one by one, states go back by one forward only
             raise ValueError(f"{model.name} keeps states beside its keys.")
+        model.check_batches()
         self._model = model
         self._held: list[range] = []  # ascending
         self.kv = PagedKV(model, 1, _BLOCK)

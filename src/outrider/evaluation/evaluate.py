@@ -26,13 +26,12 @@ from outrider.checkpoints.describe import DrafterInfo
 from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings, load_tasks
-from outrider.decoding.batch import Output, Request
 from outrider.decoding.drafting import SchedulerState
 from outrider.decoding.engine import Engine, config_for
 from outrider.decoding.gate import DraftGate
-from outrider.decoding.generate import Generation, RoundStats, acceptance, generate
+from outrider.decoding.generate import Generation, acceptance, generate, generation_of
 from outrider.decoding.policies import FixedPolicy, Policy
-from outrider.decoding.request import StopRules, check_prompt
+from outrider.decoding.request import Output, Request, StopRules, check_prompt
 from outrider.decoding.verification import TypicalAcceptance
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.evaluation.results import Results, TaskResult
@@ -93,15 +92,13 @@ def evaluate(
         policy, gate: how many drafts are verified, and in which rounds it drafts; whole drafts in all by default.
         recorded: further settings for the results, such as the drafter's directory; they replace those of their name.
         typical: lossy acceptance, which may change the output; the results say so.
-        concurrency: prompts decoded together. Above 1 the engine decodes, so `typical` is not to be had.
+        concurrency: prompts decoded together.
 
     Raises:
         ValueError: a task file is missing or malformed, has the name of another, or a prompt that does not fit; or what
         the engine cannot do.
     """
     policy, together = policy or FixedPolicy(), concurrency > 1
-    if together and typical is not None:
-        raise ValueError("typical acceptance decodes one prompt at a time: leave out the concurrency.")
     decode = partial(decode_turns, target, drafter, policy=policy, gate=gate, typical=typical, together=together)
     loaded = load_tasks(tasks, settings.max_samples)
     _check_lengths(loaded, target, settings.thinking)
@@ -254,45 +251,28 @@ def _decode_together(
     config = config_for(requests, slots)
     rows = 2 * len(requests) * (1 + slots)  # whole drafts of all, beside the quarter that is kept for prompts
     config = replace(config, max_requests=len(requests), token_budget=max(config.token_budget, rows))
-    engine = Engine(target, way.drafter, way.policy, gate=way.gate, config=config, experience=way.experience)
+    engine = Engine(
+        target,
+        way.drafter,
+        way.policy,
+        gate=way.gate,
+        config=config,
+        typical=way.typical,
+        experience=way.experience,
+    )
     outputs: list[list[Output]] = [[] for _ in prompts]
-    rounds: list[list[RoundStats]] = [[] for _ in prompts]
     waiting = [0.0] * len(prompts)  # seconds of steps that gave a request no round yet
     with closing(engine.run(requests)) as steps:
         for given in steps:
-            step = engine.last
-            assert step is not None
-            share = 1 / max(1, len(given))
             for output in given:
                 if output.error is not None:
                     raise output.error
                 number = int(output.id)
-                outputs[number].append(output)
-                if len(outputs[number]) == 1:
-                    waiting[number] = step.seconds * share
-                    continue
-                rounds[number].append(
-                    RoundStats(
-                        output.verified,
-                        output.verified,
-                        output.accepted,
-                        committed=len(output.tokens),
-                        draft_seconds=step.draft_seconds * share,
-                        verify_seconds=step.verify_seconds * share,
-                        other_seconds=step.other_seconds * share + waiting[number],
-                        confidences=(),
-                        depth=output.reach,
-                    )
-                )
-                waiting[number] = 0.0
+                outputs[number].append(replace(output, other_seconds=output.other_seconds + waiting[number]))
+                waiting[number] = output.seconds if len(outputs[number]) == 1 else 0.0
     seconds = (time.perf_counter() - started) / len(prompts)
-    found = []
-    for given, own in zip(outputs, rounds, strict=True):
-        tokens = [token for output in given for token in output.tokens]
-        text, last = "".join(output.text for output in given), given[-1]
-        assert last.finish is not None and last.seed is not None
-        found.append(Generation(tokens, text, last.finish, rounds=own, seconds=seconds, seed=last.seed))
-    return found
+    whole = [generation_of(given, seconds) for given in outputs]
+    return [replace(generation, rounds=generation.rounds[1:]) for generation in whole]
 
 
 def compare_greedy(target: Target, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]) -> str:
@@ -372,7 +352,7 @@ def _task_result(
         verify_seconds=sum(r.verify_seconds for r in rounds),
         other_seconds=sum(r.other_seconds for r in rounds),
         baseline_seconds=plain,
-        verified_drafts=sum(r.admitted for r in rounds),
+        verified_drafts=sum(r.verified for r in rounds),
         prompts_sha256=prompts_digest(prompts),
         by_prompt=[_tokens_and_rounds(mine) for mine in by_prompt],
     )
@@ -380,7 +360,7 @@ def _task_result(
 
 def _tokens_and_rounds(turns: Sequence[DecodedTurn]) -> tuple[int, int]:
     rounds = [r for turn in turns for r in turn.speculative.rounds]
-    return sum(r.committed for r in rounds), len(rounds)
+    return sum(len(r.tokens) for r in rounds), len(rounds)
 
 
 def _rate(generation: Generation) -> float:

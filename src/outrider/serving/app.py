@@ -34,10 +34,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.data.chat import render, template_of
-from outrider.decoding.batch import Output, TokenLogprob
-from outrider.decoding.batch import Request as EngineRequest
-from outrider.decoding.request import TextStream
+from outrider.decoding.request import Output, TokenLogprob
+from outrider.decoding.request import Request as EngineRequest
 from outrider.decoding.structured import Grammar, GrammarCompiler, Structure, StructureError
+from outrider.decoding.text import TextStream
 from outrider.serving.inspector import page, trace_json, watched
 from outrider.serving.schema import (
     ChatRequest,

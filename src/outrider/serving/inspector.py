@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from outrider.decoding.batch import Output, StepRecord
 from outrider.decoding.engine import Engine
 from outrider.decoding.policies import CostPolicy, policy_name
-from outrider.decoding.request import TextStream
+from outrider.decoding.request import Output, StepRecord
+from outrider.decoding.text import TextStream
 from outrider.decoding.trace import DraftTrace, RoundTrace
 from outrider.utils.packaged import PACKAGE
 

@@ -18,9 +18,8 @@ from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from outrider.decoding.batch import Output, StepRecord
 from outrider.decoding.engine import Engine
-from outrider.decoding.request import FinishReason
+from outrider.decoding.request import FinishReason, Output, StepRecord
 
 disable_created_metrics()  # gauges of the time at which each counter began: sums of them mean nothing
 

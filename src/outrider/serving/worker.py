@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from queue import SimpleQueue
 from threading import Thread
 
-from outrider.decoding.batch import Output, Request, StepRecord
 from outrider.decoding.engine import Engine
+from outrider.decoding.request import Output, Request, StepRecord
 from outrider.serving.inspector import Watch
 from outrider.serving.metrics import RequestRecord, ServerMetrics
 

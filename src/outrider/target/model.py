@@ -25,35 +25,39 @@ from outrider.target.hf import FamilyDecoder, text_decoder
 from outrider.target.hub import load_tokenizer, model_config, resolve_model
 from outrider.target.linear import Float32Rows, PackedLinear
 from outrider.target.loading import generation_config, load_model, outline_model
-from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span, logit_rows, pageable
+from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span, check_batches, logit_rows
 from outrider.utils.measure import on_device, usable_device
 
 
-class DecodingCache(Protocol):
-    """The cache of one request: the tokens that the target has read."""
+class KVPool(Protocol):
+    """The keys and values of all requests of an engine, in blocks, or whatever a target keeps in their place."""
 
     @property
-    def length(self) -> int:
-        """Number of tokens in the cache."""
+    def block_bytes(self) -> int:
+        """Memory of one block."""
         ...
 
-    def keep_path(self, start: int, rows: Sequence[int]) -> None:
-        """Keep only the tokens `rows` (ascending, counted from `start`) after `start`."""
+    def claim(self) -> None:
+        """Make the memory this process's; nothing is kept in it yet."""
+        ...
+
+    def keep_paths(self, kept: Sequence[tuple[list[int], int, Sequence[int]]]) -> None:
+        """Keep only the accepted paths of the last forward; see `PagedKV.keep_paths`."""
         ...
 
 
 class DecodingOutput(Protocol):
-    """Logits where asked for [B, n, V], and aux hidden states [B, T, L, D], ascending in layer."""
+    """Rows of a ragged forward in the order of its spans; see `RaggedOutput`."""
 
     @property
-    def logits_BTV(self) -> Tensor | None: ...
+    def logits_NV(self) -> Tensor | None: ...
 
     @property
-    def aux_BTLD(self) -> Tensor | None: ...
+    def aux_TLD(self) -> Tensor | None: ...
 
 
 class DecodingTarget(Protocol):
-    """The interface of a frozen target. `device` is where its logits and aux hidden states are."""
+    """All that decoding and drafters ask of a target. `device` is where its logits and aux hidden states are."""
 
     @property
     def name(self) -> str: ...
@@ -86,22 +90,23 @@ class DecodingTarget(Protocol):
         ...
 
     def check_trees(self) -> None:
-        """Raises ValueError where the target cannot verify branching drafts."""
+        """Raises ValueError if the target cannot verify branching drafts."""
         ...
 
-    def new_cache(self, capacity: int) -> DecodingCache:
-        """An empty cache of at least `capacity` tokens."""
+    def check_batches(self) -> None:
+        """Raises ValueError if the target cannot decode several requests together."""
         ...
 
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        cache: Any,
-        aux_layers: tuple[int, ...] = (),
-        logits: int | None = 1,
-        parents: Sequence[int] | None = None,
-    ) -> DecodingOutput:
-        """Run T new tokens after those in a `new_cache` of this target; see `Target.forward`."""
+    def new_kv(self, num_blocks: int, block_size: int) -> Any:
+        """A `KVPool` of so many blocks of `block_size` tokens."""
+        ...
+
+    def new_states(self) -> Any:
+        """What a request keeps beside its blocks; None if no layer keeps a state."""
+        ...
+
+    def forward_ragged(self, spans: Sequence[Span], kv: Any, aux_layers: tuple[int, ...] = ()) -> DecodingOutput:
+        """Run the new tokens of some requests and write their keys into the pool; see `Target.forward_ragged`."""
         ...
 
 
@@ -227,7 +232,7 @@ class Target:
         fused = self.device.type in ("cpu", "cuda") and self._fusable() and not self.sharded
         self._fused = FusedDecoder(model) if fused else None
         self._decoder = self._fused or FamilyDecoder(model, config)
-        graphed = self._fused is not None and self.device.type == "cuda" and pageable(config)
+        graphed = self._fused is not None and self.device.type == "cuda"
         self.graphs = StepGraphs(self._fused) if self._fused is not None and graphed else None
 
     def _fusable(self) -> bool:
@@ -262,8 +267,20 @@ class Target:
         """An empty KV cache of `capacity` slots; `pad_B` [B] counts left padding per sequence."""
         return KVCache(self.num_layers, capacity, pad_B, recurrent=self._recurrent)
 
+    def check_batches(self) -> None:
+        """Refuse several requests at a time if one changes another.
+
+        Raises:
+            ValueError: rotary embeddings depend on the longest request.
+        """
+        check_batches(self.config)
+
+    def new_kv(self, num_blocks: int, block_size: int) -> PagedKV:
+        """A pool of keys and values for the requests of ragged forwards."""
+        return PagedKV(self, num_blocks, block_size)
+
     def new_states(self) -> KVCache | None:
-        """What a request of a ragged forward keeps beside its pages; None where no layer keeps a state."""
+        """What a request of a ragged forward keeps beside its pages; None if no layer keeps a state."""
         return self.new_cache(0) if self._recurrent else None
 
     @torch.inference_mode()

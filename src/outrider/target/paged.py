@@ -84,12 +84,12 @@ class PagedKV:
         spare_slot: where rows that only pad a step write, behind the slots of all blocks; on a GPU alone.
 
     Raises:
-        ValueError: a layer of a kind that is not known here, or a request's positions depend on other requests.
+        ValueError: a layer of a kind that is not known here.
     """
 
     def __init__(self, target: Target, num_blocks: int, block_size: int) -> None:
         config = target.config
-        check_pageable(config)
+        _check_layers(config)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.latent = getattr(config, "kv_lora_rank", None) is not None
         kept = [_kept_per_slot(getattr(layer, "self_attn", None), config) for layer in target.decoder.layers]
@@ -114,6 +114,11 @@ class PagedKV:
     @property
     def dtype(self) -> torch.dtype:
         return self.pools[0][0].dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Memory of one block."""
+        return sum(pool.nbytes // pool.shape[2] * self.block_size for pool in chain.from_iterable(self.pools))
 
     def claim(self) -> None:
         """Write every slot once, so that all memory is this process's from now on; nothing may be kept in it yet."""
@@ -180,24 +185,32 @@ def logit_rows(spans: Sequence[Span]) -> list[int]:
     return rows
 
 
-def pageable(config: PretrainedConfig) -> bool:
-    """Whether `check_pageable` lets it pass."""
+def check_batches(config: PretrainedConfig) -> None:
+    """Raise ValueError for targets that cannot decode several requests together."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if dependent := kinds & _LENGTH_DEPENDENT_ROPE:
+        raise ValueError(
+            f"model_type {config.model_type!r} cannot be batched here; use `outrider generate` for it: rope_type "
+            f"{dependent.pop()!r} rotates a request by the longest one of its batch."
+        )
+
+
+def batches(config: PretrainedConfig) -> bool:
+    """Whether `check_batches` lets it pass."""
     try:
-        check_pageable(config)
+        check_batches(config)
     except ValueError:
         return False
     return True
 
 
-def check_pageable(config: PretrainedConfig) -> None:
-    """Raise ValueError for targets that pages and states per request cannot serve (see `PagedKV`)."""
-    hint = f"model_type {config.model_type!r} cannot be batched here; use `outrider generate` for it:"
+def _check_layers(config: PretrainedConfig) -> None:
     if others := set(getattr(config, "layer_types", None) or ()) - _PAGEABLE:
-        raise ValueError(f"{hint} what layers of type {', '.join(sorted(others))} keep has no place in the engine.")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
-    if dependent := kinds & _LENGTH_DEPENDENT_ROPE:
-        raise ValueError(f"{hint} rope_type {dependent.pop()!r} rotates a request by the longest one of its batch.")
+        raise ValueError(
+            f"model_type {config.model_type!r} cannot be decoded here: what layers of type {', '.join(sorted(others))} "
+            "keep has no place in pages."
+        )
 
 
 # ----------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from outrider.data.responses import Sample
-from outrider.decoding.generate import RoundStats, acceptance, generate
-from outrider.decoding.request import StopRules
+from outrider.decoding.generate import acceptance, generate
+from outrider.decoding.request import Output, StopRules
 from outrider.drafters.base import DrafterWeights, DraftModule
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
@@ -99,8 +99,8 @@ def first_prompts(samples: Sequence[Sample], count: int) -> list[list[int]]:
 _PLAIN_TOKENS = 24  # decoded without drafts, to know what a plain round costs
 
 
-def _round_seconds(rounds: Sequence[RoundStats]) -> float:
-    return sum(r.draft_seconds + r.verify_seconds + r.other_seconds for r in rounds) / len(rounds)
+def _round_seconds(rounds: Sequence[Output]) -> float:
+    return sum(r.seconds for r in rounds) / len(rounds)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,13 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import; help and misspelt options 
 class Clock:
     """Seconds spent inside `with clock:` blocks. On a GPU its events tell them, and `take` waits for the last one: the
     blocks themselves wait for nothing.
+
+    Args:
+        now: seconds since some moment, on a CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self.device, self.now = device, now
         self._seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -37,13 +40,13 @@ class Clock:
         return event
 
     def __enter__(self) -> None:
-        self._started: Any = self._event() if self.device.type == "cuda" else time.perf_counter()
+        self._started: Any = self._event() if self.device.type == "cuda" else self.now()
 
     def __exit__(self, *_: object) -> None:
         if self.device.type == "cuda":
             self._events.append((self._started, self._event()))
         else:
-            self._seconds += time.perf_counter() - self._started
+            self._seconds += self.now() - self._started
 
     def take(self) -> float:
         """The seconds so far; starts again from zero."""

@@ -17,13 +17,12 @@ from torch import Tensor
 
 import outrider.decoding.drafting as drafting_module
 import outrider.decoding.gate as gate_module
-from outrider.decoding.batch import Output, Request
 from outrider.decoding.cost import SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.gate import GateView, SkipDrafting
 from outrider.decoding.generate import generate
 from outrider.decoding.policies import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Output, Request, StopRules
 from outrider.decoding.scheduler import BlockAllocator, EngineConfig, Scheduler
 from outrider.drafters.base import DraftCall
 from outrider.drafters.dflash import BlockDrafter

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.decoding.batch import Output, Request
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import stream
 from outrider.decoding.policies import FixedPolicy
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Output, Request, StopRules
 from outrider.drafters.base import Drafter
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target

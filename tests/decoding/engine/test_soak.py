@@ -20,14 +20,14 @@ from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.checkpoints.published import shipped_drafter
 from outrider.data.chat import render
 from outrider.data.sources import load_prompts
-from outrider.decoding.batch import Request
 from outrider.decoding.cost import LearnedCost, SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.gate import AlwaysDraft, DraftGate, SkipDrafting
 from outrider.decoding.generate import generate
 from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
-from outrider.decoding.request import StopRules, TextStream
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
+from outrider.decoding.text import TextStream
 from outrider.drafters.base import Drafter, DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark, DSparkConfig

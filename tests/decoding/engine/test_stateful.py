@@ -31,16 +31,15 @@ from hypothesis.stateful import (
 
 import outrider.decoding.drafting as drafting_module
 import outrider.decoding.gate as gate_module
-import outrider.decoding.round as decoding_round
-from outrider.decoding.batch import Output, Request
+import outrider.decoding.verification as verification_module
 from outrider.decoding.cost import Ints, SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.gate import AlwaysDraft, DraftGate, GateView, SkipDrafting
 from outrider.decoding.generate import Generation, generate
 from outrider.decoding.policies import BY_COST, FixedPolicy, Policy, StepView, ThresholdPolicy
-from outrider.decoding.request import FinishReason, StopRules
+from outrider.decoding.request import FinishReason, Output, Request, StopRules
 from outrider.decoding.scheduler import EngineConfig, StepPlan
-from outrider.decoding.verification import TargetRows, TypicalAcceptance, Verdict, verify
+from outrider.decoding.verification import PendingVerdict, TargetRows, TypicalAcceptance, accept
 from outrider.drafters.base import DraftCall, Drafter, DrafterWeights, WrappedDrafter
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft
@@ -168,15 +167,15 @@ class Noted(SeededSource):
         self.accepted = 0
 
 
-def noting_verify(
+def noting_accept(
     draft: Draft, rows: TargetRows, source: RandomSource, typical: TypicalAcceptance | None = None
-) -> Verdict:
-    """`verify` that notes the round where its source does."""
-    verdict = verify(draft, rows, source, typical)
+) -> PendingVerdict:
+    """`accept` that notes the round if its source does."""
+    verdict = accept(draft, rows, source, typical)
     if isinstance(source, Noted):
         source.rounds.append(Round(source.asked, len(draft.tokens)))
         source.asked = None
-        source.accepted += verdict.accepted
+        source.accepted += len(verdict.path)
     return verdict
 
 
@@ -425,7 +424,7 @@ def run(examples: int, steps: int, fixed: bool = True) -> Counter[str]:
     )
     EngineMachine.met = Counter()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding_round, "verify", noting_verify)
+        patch.setattr(verification_module, "accept", noting_accept)
         patch.setattr(drafting_module, "_MOST_UNREAD", 10)  # of the requests here, too, some are read early
         patch.setattr(gate_module, "_LONGEST_REST", 1)
         run_state_machine_as_test(EngineMachine, settings=chosen)

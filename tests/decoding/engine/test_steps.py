@@ -9,13 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.decoding.batch import Request
 from outrider.decoding.cost import Ints, LearnedCost, SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.gate import AlwaysDraft, GateView, History, SkipDrafting
 from outrider.decoding.generate import generate
 from outrider.decoding.policies import FixedPolicy, LookAhead, StepView
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig, Scheduler
 from outrider.decoding.trace import RoundTrace
 from outrider.drafters.base import DraftCall

@@ -21,9 +21,9 @@ from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings
 from outrider.decoding.cost import Floats
 from outrider.decoding.engine import Engine
-from outrider.decoding.generate import RoundStats, generate
+from outrider.decoding.generate import generate
 from outrider.decoding.policies import ThresholdPolicy
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Output, StopRules
 from outrider.drafters.base import DraftCalibration, DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.draft import Draft
@@ -185,8 +185,9 @@ def test_saturated_confidences_can_be_fitted() -> None:
 
 
 def test_rounds_of_a_generation() -> None:
-    def stats(proposed: int, admitted: int, accepted: int, *confidences: float) -> RoundStats:
-        return RoundStats(proposed, admitted, accepted, accepted + 1, 0.0, 0.0, 0.0, confidences)
+    def stats(proposed: int, reach: int, accepted: int, *confidences: float) -> Output:
+        counts = {"proposed": proposed, "verified": reach, "accepted": accepted, "reach": reach}
+        return Output("", [0] * (accepted + 1), "", None, **counts, confidences=confidences)
 
     rounds = rounds_of_decoding([stats(3, 3, 1, 0.9, 0.8, 0.7), stats(3, 2, 2, 0.6, 0.5, 0.4), stats(0, 0, 0)], 3)
     assert rounds.accepted_N.tolist() == [1, 2] and rounds.admitted_N.tolist() == [3, 2]

@@ -16,14 +16,13 @@ import outrider.cli.bench as bench
 from outrider.backends.local import LimitedDrafter, build_variant, default_variants, limited
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.cli.common import load
-from outrider.decoding.batch import Output, Request, StepRecord
 from outrider.decoding.cost import LearnedCost, SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.gate import AlwaysDraft, SkipDrafting
 from outrider.decoding.generate import generate
 from outrider.decoding.policies import LookAhead
 from outrider.decoding.profile import ProfileConfig, measure_profile
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Output, Request, StepRecord, StopRules
 from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft, TreeSize

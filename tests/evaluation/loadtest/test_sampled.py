@@ -14,10 +14,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import outrider.cli.bench as bench
-from outrider.decoding.batch import Request, StepRecord
 from outrider.decoding.engine import Engine
 from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, ThresholdPolicy
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StepRecord, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.verification import TargetRows, verify
 from outrider.drafters.dflash import BlockDrafter

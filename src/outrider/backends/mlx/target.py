@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.target.hub import load_tokenizer, resolve_model
 from outrider.target.loading import check_config
 from outrider.target.model import check_aux_layers
+from outrider.target.paged import Span
 from outrider.utils.documents import read_mapping
 from outrider.utils.files import check_finite
 
@@ -203,6 +204,31 @@ class MLXCache:
         self._before, self._calls = {}, {}
 
 
+class MLXKV:
+    """The pool of an engine with one request: its `MLXCache`, made anew for a request that begins."""
+
+    block_bytes = 0
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.cache = MLXCache(model)
+
+    def claim(self) -> None:
+        """mlx-lm's caches take memory as they grow."""
+
+    def of(self, span: Span) -> MLXCache:
+        """The cache that `span` continues."""
+        if span.past == 0:
+            self.cache = MLXCache(self.model)
+        assert span.past == self.cache.length, f"{span.past} tokens kept, {self.cache.length} in the cache"
+        return self.cache
+
+    def keep_paths(self, kept: Sequence[tuple[list[int], int, Sequence[int]]]) -> None:
+        """Keep only the accepted path of the last forward; see `PagedKV.keep_paths`."""
+        for _, past, rows in kept:
+            self.cache.keep_path(past, rows)
+
+
 def _cut(layer: Any, count: int) -> None:
     """Forget the last `count` of the rows that one forward added; its own `trim` refuses once the window is full.
 
@@ -217,11 +243,11 @@ def _cut(layer: Any, count: int) -> None:
 # ----------------------------------------------------------------------------
 # An mlx-lm model as a target: tokens in, logits and aux hidden states out, a cache that rolls back.
 #
-#     tokens_BT, cache -> mlx-lm's own forward -> logits at the last tokens [B, n, V], aux hidden states [B, T, L, D]
+#     tokens, cache -> mlx-lm's own forward -> logits at the last tokens [N, V], aux hidden states [T, L, D]
 #
-# B is 1. The model is used as it is, quantised or not; `LayerLog` only records the calls of its layers. How a family
-# scales its embeddings is read off the input of layer 0, not kept in a table: mlx-lm does it inside each model's own
-# forward.
+# There is one request. The model is used as it is, quantised or not; `LayerLog` only records the calls of its layers.
+# How a family scales its embeddings is read off the input of layer 0, not kept in a table: mlx-lm does it inside each
+# model's own forward.
 # ----------------------------------------------------------------------------
 
 
@@ -233,8 +259,8 @@ _PROBES = 8  # tokens whose embeddings are compared with what layer 0 is given
 class MLXOutput:
     """Logits and aux hidden states of one forward, in float32 on the CPU."""
 
-    logits_BTV: Tensor | None
-    aux_BTLD: Tensor | None
+    logits_NV: Tensor | None
+    aux_TLD: Tensor | None
 
 
 class MLXTarget:
@@ -286,39 +312,42 @@ class MLXTarget:
         """
         raise ValueError("the MLX backend verifies chains, not trees: leave --tree out.")
 
-    def new_cache(self, capacity: int) -> MLXCache:
-        """An empty cache; it grows by itself."""
-        return MLXCache(self.model)
+    def check_batches(self) -> None:
+        """Refuse several requests at a time.
 
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        cache: MLXCache,
-        aux_layers: tuple[int, ...] = (),
-        logits: int | None = 1,
-        parents: Sequence[int] | None = None,
-    ) -> MLXOutput:
-        """Run T new tokens of one request after the cached ones; arguments as `Target.forward` has them.
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("the MLX backend decodes one request at a time: set max_requests to 1.")
+
+    def new_kv(self, num_blocks: int, block_size: int) -> MLXKV:
+        """The keys of one request; mlx-lm's caches grow by themselves, so they know no blocks."""
+        return MLXKV(self.model)
+
+    def new_states(self) -> None:
+        """Recurrent states are in the request's caches."""
+
+    def forward_ragged(self, spans: Sequence[Span], kv: MLXKV, aux_layers: tuple[int, ...] = ()) -> MLXOutput:
+        """Run the new tokens of the one request after those that are kept; see `Target.forward_ragged`.
 
         Raises:
             ValueError: tokens branch (`check_trees`).
         """
-        if parents is not None:
+        (span,) = spans
+        if span.parents is not None:
             self.check_trees()
-        B, T = tokens_BT.shape
-        assert B == 1, f"the MLX backend reads one request at a time, not {B}"
+        cache = kv.of(span)
         cache.remember()
         inputs = [0 if aux_layer == -1 else aux_layer for aux_layer in aux_layers]  # aux layer -1 goes into layer 0
         with self.log.noting([*inputs, *cache.recurrent]) as calls:
-            logits_BTV = self.model(to_mlx(tokens_BT), cache=cache.layers)
-        cache.grown(T, calls)
+            logits_1TV = self.model(mx.array([span.tokens]), cache=cache.layers)
+        cache.grown(len(span.tokens), calls)
         captured = [calls[0].x if aux_layer == -1 else calls[aux_layer].output for aux_layer in aux_layers]
-        aux_BTLD = to_torch(mx.stack(captured, axis=2)) if aux_layers else None
-        if logits == 0:
+        aux_TLD = to_torch(mx.stack(captured, axis=2))[0] if aux_layers else None
+        if not span.logits:
             cache.evaluate()  # never read, so the head was not computed
-            return MLXOutput(None, aux_BTLD)
-        wanted = T if logits is None else logits
-        return MLXOutput(to_torch(logits_BTV[:, T - wanted :]), aux_BTLD)
+            return MLXOutput(None, aux_TLD)
+        return MLXOutput(to_torch(logits_1TV[:, len(span.tokens) - span.logits :])[0], aux_TLD)
 
 
 def load_mlx_target(id_or_dir: str) -> MLXTarget:

@@ -28,20 +28,17 @@ from torch import Tensor
 from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings, load_prompts, prompts_label
-from outrider.decoding.batch import Request
-from outrider.decoding.drafting import Drafting
 from outrider.decoding.engine import Engine
-from outrider.decoding.generate import RoundStats, SingleRequest, generate
-from outrider.decoding.policies import FixedPolicy
-from outrider.decoding.request import StopRules
+from outrider.decoding.generate import generate
+from outrider.decoding.request import Output, Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.heads import UNSCALED, ConfidenceScaling, certainty
 from outrider.evaluation.calibration.fit import Rounds, TaskRounds
-from outrider.sampling import SamplingParams, SeenTokens
+from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
-from outrider.target.paged import check_pageable
+from outrider.target.paged import batches
 from outrider.utils.documents import parse_json
 from outrider.utils.files import write_atomically
 
@@ -134,9 +131,7 @@ def collect_tasks(
 def target_texts(target: Target, prompts: Sequence[list[int]], settings: TaskSettings) -> list[list[int]]:
     """The target's own responses, decoded in one batch where its family can be batched."""
     rules, longest = StopRules(settings.max_new_tokens), max(map(len, prompts)) + settings.max_new_tokens
-    try:
-        check_pageable(target.config)
-    except ValueError:
+    if not batches(target.config):
         return [generate(target, prompt, params=settings.params, rules=rules).tokens for prompt in prompts]
     together = EngineConfig(_TOGETHER, num_blocks=_TOGETHER * -(-longest // EngineConfig.block_size))
     engine = Engine(target, config=together)
@@ -149,20 +144,20 @@ def target_texts(target: Target, prompts: Sequence[list[int]], settings: TaskSet
     return texts
 
 
-def rounds_of_decoding(stats: Sequence[RoundStats], gamma: int, recorder: FeatureRecorder | None = None) -> Rounds:
+def rounds_of_decoding(outputs: Sequence[Output], gamma: int, recorder: FeatureRecorder | None = None) -> Rounds:
     """The rounds of a generation in which drafts were verified; unverified positions hold NaN."""
-    judged = [r for r in stats if r.admitted]
+    judged = [r for r in outputs if r.reach]
     confidences_NK = np.full((len(judged), gamma), np.nan)
     for row_K, r in zip(confidences_NK, judged, strict=True):
-        row_K[: r.admitted] = r.confidences[: r.admitted]
+        row_K[: r.reach] = r.confidences[: r.reach]
     features = None
     if recorder is not None and recorder.seen:
         features = np.full((len(judged), gamma, 2), np.nan)
         read = iter(recorder.seen)  # one row per drawn position, round after round
-        drafts = [[next(read)[0].numpy(force=True) for _ in range(r.proposed)] for r in stats]
-        for row_KF, found in zip(features, [d for d, r in zip(drafts, stats, strict=True) if r.admitted], strict=True):
+        drafts = [[next(read)[0].numpy(force=True) for _ in range(r.proposed)] for r in outputs]
+        for row_KF, found in zip(features, [d for d, r in zip(drafts, outputs, strict=True) if r.reach], strict=True):
             row_KF[: len(found)] = found
-    counts = np.array([(r.accepted, r.admitted) for r in judged], dtype=np.int64).reshape(-1, 2)
+    counts = np.array([(r.accepted, r.reach) for r in judged], dtype=np.int64).reshape(-1, 2)
     return Rounds(confidences_NK, counts[:, 0], counts[:, 1], features_NKF=features)
 
 
@@ -182,20 +177,21 @@ def rounds_of_text(
             verified that far.
     """
     tokens, gamma = [*prompt, *text], drafter.gamma
-    drafting = Drafting(drafter, FixedPolicy())
-    state = SingleRequest(target, drafting, tokens[:-1], params=params, rules=StopRules(1, stop_ids=())).state
-    drafting.read([state])
+    session, read = drafter.new_session(len(tokens)), tokens[:-2]  # all committed tokens but the last anchor
+    if read:
+        (aux_TLD,), _ = target.prefill_packed([read], drafter.aux_layers)
+        drafter.extend([session], [read], aux_TLD)
+    source = SeededSource(params.request_seed())
     ends = range(len(tokens) - 1, len(prompt) - 1, -1)
     confidences, accepted, admitted = list[list[float]](), list[int](), list[int]()
     # All share one draft cache, from the last position to the first: a block overwrites only later positions.
     for start in range(0, len(ends), _AT_ONCE):
         calls = []
         for end in ends[start : start + _AT_ONCE]:
-            session = copy.copy(state.session)
-            assert session is not None
-            session.length = end - 1
+            at = copy.copy(session)
+            at.length = end - 1
             seen = SeenTokens(target.vocab_size, params, prompt, output=tokens[len(prompt) : end], device=target.device)
-            calls.append(DraftCall(session, tokens[end - 1], params, seen=seen, source=state.source))
+            calls.append(DraftCall(at, tokens[end - 1], params, seen=seen, source=source))
         for call, proposal in zip(calls, drafter.propose(calls), strict=True):
             left = tokens[call.session.length + 1 :][:gamma]
             agreed = [x == y for x, y in zip(proposal.tokens, left, strict=False)]

@@ -28,7 +28,7 @@ from outrider.backends.launch import free_port, launched
 from outrider.backends.local import NO_SPECULATION, NamedDrafter, choose_variants, fixed_length, local_engines
 from outrider.backends.openai import Endpoint, ServerBackend
 from outrider.backends.transformers import HfDecoder
-from outrider.decoding.batch import Output, Request, StepRecord
+from outrider.decoding.request import Output, Request, StepRecord
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import draft_slots
 from outrider.evaluation.evaluate import compare_by, compare_coupled, compare_greedy

@@ -22,8 +22,7 @@ from outrider.backends.base import Acceptance, Backend, ReportsAcceptance
 from outrider.data.chat import render, response_text
 from outrider.data.conversations import Conversation, chat_messages
 from outrider.data.sources import load_prompts, prompts_label
-from outrider.decoding.batch import Output, Request, StepRecord
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Output, Request, StepRecord, StopRules
 from outrider.sampling import SamplingParams
 
 

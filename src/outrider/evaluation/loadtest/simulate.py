@@ -21,12 +21,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from outrider.backends.local import NO_SPECULATION, build_variant
-from outrider.decoding.batch import Output, Request, StepRecord
 from outrider.decoding.cost import Floats, Ints, Profile, SpsTable, StepCost
 from outrider.decoding.drafting import Copies, Copy, suffix_in_rests
 from outrider.decoding.gate import AlwaysDraft, DraftGate, History, Patience, known_verdicts
 from outrider.decoding.policies import FixedPolicy, Policy
-from outrider.decoding.request import FinishReason
+from outrider.decoding.request import FinishReason, Output, Request, StepRecord
 from outrider.decoding.scheduler import EngineConfig, Scheduler, StepPlan, Work
 from outrider.evaluation.loadtest.load import Ask, run_load
 from outrider.evaluation.loadtest.metrics import Point, PointSummary, summarise

@@ -22,8 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.backends.base import Acceptance, Backend, ReportsAcceptance
 from outrider.backends.local import NO_SPECULATION
-from outrider.decoding.batch import Request
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request, StopRules
 from outrider.evaluation.loadtest.engines import MeasuredEngine
 from outrider.evaluation.loadtest.load import (
     Arrivals,
