@@ -402,9 +402,6 @@ def test_eval_of_several_prompts_together(run: Run, toy: Path, tmp_path: Path) -
     assert results[2].settings["concurrency"] == 2 and "--concurrency 2" in eval_command(results[2])
     lines = differences(["alone", "together"], [conditions_of(results[1]), conditions_of(results[2])])
     assert lines == ["concurrency: 1 (alone), 2 (together)"]
-    check_error(
-        run(*command, "--concurrency", 2, "--typical", "default", "--out", tmp_path / "3"), "one prompt at a time"
-    )
 
 
 def test_eval_compares_with_ngram_and_the_drafter_of_the_target() -> None:

@@ -198,15 +198,15 @@ class Model:
             return self._generate(prompt, **options)
         seed = options.pop("seed", None)
         seeds = [None if seed is None else seed + i for i in range(len(prompt))]
-        if not isinstance(self.target, Target) or not batches(self.target.config):
+        if options.get("typical") is not None or not isinstance(self.target, Target) or not batches(self.target.config):
             return [self._generate(one, seed=own, **options) for one, own in zip(prompt, seeds, strict=True)]
         chosen = self._scheduling(*(options.pop(name, None) for name in ("confidence_threshold", "policy", "gate")))
-        typical = options.pop("typical", None)
+        options.pop("typical", None)
         requests = [
             self._request(one, id=str(number), seed=own, **options)
             for number, (one, own) in enumerate(zip(prompt, seeds, strict=True))
         ]
-        return self._together(self.target, requests, chosen, typical)
+        return self._together(self.target, requests, chosen)
 
     def spec_generate(
         self,
@@ -322,24 +322,14 @@ class Model:
         started = time.perf_counter()
         return _response(list(self.stream(prompt, **options)), time.perf_counter() - started)
 
-    def _together(
-        self, target: Target, requests: Sequence[Request], chosen: Scheduling, typical: TypicalAcceptance | None
-    ) -> list[Response]:
+    def _together(self, target: Target, requests: Sequence[Request], chosen: Scheduling) -> list[Response]:
         started = time.perf_counter()
         drafter = None if self.drafter is None else self.drafter.drafter
         config = config_for(requests, draft_slots(drafter))
         outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
         found: dict[str, Response] = {}
         with self._experienced(requests, chosen) as experience:
-            engine = Engine(
-                target,
-                drafter,
-                chosen.policy,
-                gate=chosen.gate,
-                config=config,
-                typical=typical,
-                experience=experience,
-            )
+            engine = Engine(target, drafter, chosen.policy, gate=chosen.gate, config=config, experience=experience)
             # Closed also where it is interrupted: ids must not stay in what is learned, the next batch has the same.
             with closing(engine.run(requests)) as steps:
                 for output in chain.from_iterable(steps):
