@@ -16,7 +16,6 @@ import torch
 import outrider.decoding.drafting as drafting_module
 import outrider.decoding.engine as engine_module
 import outrider.decoding.gate as gate_module
-import outrider.decoding.generate as generate_module
 from outrider.decoding.cost import Ints
 from outrider.decoding.drafting import Copy, Drafting, DraftTurn
 from outrider.decoding.gate import AlwaysDraft, GateView, Patience, SkipDrafting
@@ -35,7 +34,7 @@ POLICIES: dict[str, Policy] = {
     "async": BY_NAME["async"](TABLES["smooth"]),
     "look-ahead": LookAhead(GATED),
 }
-WHERE = {"engine": engine_module, "stream": generate_module}
+WHERE = ["engine", "stream"]
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +168,7 @@ def test_mutation_the_source_is_chosen_by_the_drafted_token(where: str, monkeypa
                     self._taken.add(turn.id)
             return drafts, asked
 
-    monkeypatch.setattr(WHERE[where], "Drafting", Choosing)
+    monkeypatch.setattr(engine_module, "Drafting", Choosing)
     assert broken(where) > VISIBLE
 
 
@@ -201,7 +200,7 @@ def test_mutation_copies_end_where_the_drafter_disagrees(where: str, monkeypatch
                     drafts[i] = drafts[i].truncated(agreed)
             return drafts, asked
 
-    monkeypatch.setattr(WHERE[where], "Drafting", Confirmed)
+    monkeypatch.setattr(engine_module, "Drafting", Confirmed)
     assert broken(where) > VISIBLE
 
 

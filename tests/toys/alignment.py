@@ -58,6 +58,7 @@ def check_alignment(target: Target, drafter: DraftModule, samples: list[Sample],
     return checked
 
 
+@torch.inference_mode()
 def serve(drafter: Drafter, target: Target, sample: Sample) -> dict[int, Tensor]:
     """The decoding loop, teacher-forced on the sample: {anchor: acceptance per position}, rounds of uneven length."""
     tokens, gamma = sample.tokens, drafter.gamma
