@@ -228,9 +228,9 @@ class Engine:
         drafts = self.draft(step)
         view, verified = self.schedule(step, drafts)
         scores = self.score(step, verified)
-        results = self.verify(step, drafts, verified, scores)
-        outputs = self.commit(step, view, scores, results)
-        return self._record(step, scores, results, outputs)
+        results = self.verify(step, drafts, verified, scores=scores)
+        outputs = self.commit(step, view, scores, results=results)
+        return self._record(step, scores, results, outputs=outputs)
 
     def begin(self) -> Step:
         """Plan a step; sessions of the requests that enter it begin."""
@@ -296,7 +296,7 @@ class Engine:
     ) -> dict[str, RoundResult]:
         """What verification gave, by request; a request whose verification fails joins the failed ones."""
         sources = [turn.state.source for turn in step.turns]
-        verdicts = verify_all(verified, scores.rows, sources, self.typical)
+        verdicts = verify_all(verified, scores.rows, sources, typical=self.typical)
         results: dict[str, RoundResult] = {}
         for turn, draft, part, verdict in zip(step.turns, drafts, verified, verdicts, strict=True):
             if isinstance(verdict, Exception):
@@ -309,7 +309,7 @@ class Engine:
         self, step: Step, view: StepView | None, scores: Scores, results: Mapping[str, RoundResult]
     ) -> list[Output]:
         """Commit the tokens, keep the caches of what stays, and learn from the round."""
-        outputs = self._outputs(step, view, scores, results)
+        outputs = self._outputs(step, view, scores, results=results)
         kept: dict[str, list[int]] = {}  # rows that stay of each request, counted from its first
         for work in step.plan.work:
             output = outputs.get(work.id)

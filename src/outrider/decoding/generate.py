@@ -72,7 +72,7 @@ def stream(
         ValueError: the prompt is empty or does not fit the target's context; a lossy rule for coupled sampling, whose
             tokens no draft may change; or a gate beside a policy that ends drafts by their confidence.
     """
-    request = Request("", prompt, params or SamplingParams(), rules or StopRules(), trace=traced, grammar=grammar)
+    request = Request("", prompt, params or SamplingParams(), rules=rules or StopRules(), trace=traced, grammar=grammar)
     config, kv = config_alone(target, request, draft_slots(drafter)), None
     if target.device.type == "cuda":
         config = replace(config, num_blocks=1 << (config.num_blocks - 1).bit_length())
@@ -85,8 +85,8 @@ def stream(
         target,
         drafter,
         policy,
-        gate,
-        config,
+        gate=gate,
+        config=config,
         typical=typical,
         randomness=randomness,
         experience=experience,

@@ -40,7 +40,7 @@ def report(
     fields: dict[str, dict[str, Any]] = {}
     for id, (request, tokens) in committed.items():
         if request.logprobs is not None:
-            logprobs = _logprobs(scores, id, results[id].verdict.path, tokens, count=request.logprobs)
+            logprobs = _logprobs(scores, id, results[id].verdict.path, tokens=tokens, count=request.logprobs)
             fields[id] = {"logprobs": logprobs}
     traced = [id for id, (request, _) in committed.items() if request.trace]
     if not traced:

@@ -107,7 +107,7 @@ def verify(draft: Draft, rows: TargetRows, source: RandomSource, typical: Typica
     Args:
         typical: accept by this lossy rule instead, unless `rows.pick` settles the tokens.
     """
-    (verdict,) = verify_all([draft], [rows], [source], typical)
+    (verdict,) = verify_all([draft], [rows], [source], typical=typical)
     if isinstance(verdict, Exception):
         raise verdict
     return verdict
@@ -127,7 +127,7 @@ def verify_all(
     drawn: dict[int, PendingVerdict] = {}
     for place, (draft, its_rows, source) in enumerate(zip(drafts, rows, sources, strict=True)):
         try:
-            pending = accept(draft, its_rows, source, typical)
+            pending = accept(draft, its_rows, source, typical=typical)
         except Exception as error:
             verdicts.append(error)
             continue
