@@ -27,8 +27,8 @@ from outrider.data.responses import Sample, stored_samples
 from outrider.target.model import Target
 from outrider.training.dataset import existing_responses
 from outrider.training.features import compute_features, measure_aux_scale
-from outrider.training.loss import BlockObjective
-from outrider.training.recipe import ObjectiveConfig, Precision
+from outrider.training.objective import BlockObjective
+from outrider.training.recipe import Precision
 from outrider.training.setup import CALIBRATION_SAMPLES
 from outrider.training.watch import held_out_batches, held_out_metrics
 from outrider.utils.measure import dtype_name, machine, set_up, today, usable_device, versions
@@ -46,7 +46,7 @@ def lengths(target: Target, directory: Path, samples: list[Sample], anchors_per_
     if ids_Vd is None:
         ids_Vd = torch.arange(target.vocab_size, device=target.device)
     precision: Precision = "bfloat16" if target.dtype == torch.bfloat16 else "float32"
-    objective = BlockObjective(target, ids_Vd, ObjectiveConfig(), precision=precision)
+    objective = BlockObjective(target, ids_Vd, module.config.objective(), precision=precision)
     features = list(compute_features(target, samples, layers, aux_scale_L=scale_L))
     batches = held_out_batches(
         samples, features, module.config.gamma, anchors_per_sample=anchors_per_sample, device=target.device

@@ -23,7 +23,7 @@ from outrider.drafters.base import DraftModule
 from outrider.target.model import Target
 from outrider.training.feature_store import StoreDtype, decode, encode
 from outrider.training.features import Features, compute_features
-from outrider.training.loss import BlockObjective
+from outrider.training.objective import BlockObjective
 from outrider.training.recipe import load_recipe
 from outrider.training.setup import prepare
 from outrider.training.watch import held_out_batches, held_out_metrics

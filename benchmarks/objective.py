@@ -32,8 +32,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.straightforward import full_logit_objective
-from outrider.training.loss import HeadProducts, TargetView, objective
-from outrider.training.recipe import ObjectiveConfig
+from outrider.drafters.fused_loss import DraftLogits, HeadProducts, TargetView, fused_loss
+from outrider.drafters.loss import ObjectiveConfig, confidence_loss
 from outrider.utils.measure import machine, set_up, versions
 
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -140,17 +140,12 @@ def _loss(case: MemoryCase, given: _Inputs) -> Tensor:
     trained, head, view = given.trained, given.head_VH, given.view
     config = ObjectiveConfig()
     if case.variant == "ours":
-        return objective(
-            trained["hidden"],
-            head,
-            view,
-            config,
-            weights_N=given.weights_N,
-            latent_Nr=trained["latent"],
-            w2_Vr=trained["w2"],
-            confidence_N=trained["confidence"],
-            products=head.dtype,
-        ).loss
+        w_N = given.weights_N / given.weights_N.sum()
+        logits = DraftLogits(trained["hidden"], trained["latent"], trained["w2"])
+        drafts = fused_loss(logits, HeadProducts(head, head.dtype), view, terms=config.terms(w_N))
+        return (
+            drafts.loss + config.confidence * (w_N * confidence_loss(trained["confidence"], drafts.acceptance_N)).sum()
+        )
     latent, w2 = trained["latent"].to(head.dtype), trained["w2"].to(head.dtype)
     return full_logit_objective(  # no name holds the logits here, so they go as soon as they can
         torch.addmm(trained["hidden"].to(head.dtype) @ head.T, latent, w2.T),

@@ -15,11 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.drafters.dflash import DFlash, DraftLayer
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.layers import Attention, AttentionPattern, rope_table
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.target.fused import rotate
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch
-from outrider.training.loss import inverse_ids
-from outrider.training.recipe import ObjectiveConfig, Precision
+from outrider.training.objective import inverse_ids
+from outrider.training.recipe import Precision
 
 
 def full_logit_objective(

@@ -32,12 +32,13 @@ from outrider.contrib.domino import Domino
 from outrider.data.responses import Sample, join_turns
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash2 import DFlash2
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.dataset import existing_responses, responses_path
 from outrider.training.features import FeatureSource
-from outrider.training.loss import BlockObjective
-from outrider.training.recipe import ObjectiveConfig, Precision, Recipe, load_recipe
+from outrider.training.objective import BlockObjective
+from outrider.training.recipe import Precision, Recipe, load_recipe
 from outrider.training.setup import fresh, new_drafter
 from outrider.training.trainer import build_optimizer
 from outrider.utils.machine import training_dtype

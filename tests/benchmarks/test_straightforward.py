@@ -13,11 +13,12 @@ from benchmarks.straightforward import StraightforwardObjective
 from outrider.drafters.dflash import FULL, SLIDING, DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.layers import BlockLayout, flex_block_attention, split_attention
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import FeatureSource
-from outrider.training.loss import BlockObjective
-from outrider.training.recipe import ObjectiveConfig, Precision
+from outrider.training.objective import BlockObjective
+from outrider.training.recipe import Precision
 from tests.toys.targets import randomise, toy_config, toy_samples, toy_target
 
 CONFIG = ObjectiveConfig(ce=0.5, l1=0.9, confidence=0.7)
@@ -96,7 +97,7 @@ def test_a_callers_autocast_leaves_the_objective_in_float32() -> None:
     compute = BlockObjective(*frozen)
     with torch.autocast("cpu", torch.bfloat16):
         inside = compute(drafter, batch)
-    assert inside.ce_N.dtype == torch.float32
+    assert inside.acceptance_N.dtype == torch.float32
     torch.testing.assert_close(inside.loss, compute(drafter, batch).loss, atol=0, rtol=1e-5)
 
 

@@ -29,14 +29,16 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, DrafterWeights, DraftModule
+from outrider.drafters.dspark import DSparkRows
 from outrider.drafters.layers import BlockLayout
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import BlockObjective
-from outrider.training.recipe import ObjectiveConfig, Precision, Recipe
+from outrider.training.objective import BlockObjective
+from outrider.training.recipe import Precision, Recipe
 from outrider.training.setup import Run
 from outrider.training.trainer import Trainer
 from tests.toys.alignment import Forced, build, check_alignment
@@ -203,12 +205,13 @@ def test_confidences_are_trained_on_what_they_are_served_from() -> None:
     drafter = make()
     batch, compute = build(drafter, target, samples, torch.arange(97), Schedule(samples, 3, 6, seed=1).step(0))
     rows = compute.rows(drafter, batch)
-    assert rows.confidence_NKH is not None and drafter.confidence_head is not None
-    torch.testing.assert_close(drafter.norm(rows.confidence_NKH), rows.hidden_NKH)
+    assert isinstance(rows, DSparkRows) and drafter.confidence_head is not None
+    torch.testing.assert_close(drafter.norm(rows.read_NKH), rows.hidden_NKH)
     before = compute(drafter, batch).loss
     drafter.norm.weight.mul_(-1)  # the logits turn around, confidences must not move
     after = compute.rows(drafter, batch)
-    assert torch.equal(rows.confidence_NKH, after.confidence_NKH) and torch.equal(after.hidden_NKH, -rows.hidden_NKH)
+    assert isinstance(after, DSparkRows)
+    assert torch.equal(rows.read_NKH, after.read_NKH) and torch.equal(after.hidden_NKH, -rows.hidden_NKH)
     drafter.norm.weight.mul_(-1)
     drafter.confidence_head.proj.weight.mul_(2)
     assert compute(drafter, batch).loss != before

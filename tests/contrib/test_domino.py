@@ -24,13 +24,13 @@ from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCalibration, DraftCall, DrafterWeights
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.heads import ConfidenceScaling
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.evaluation.calibration.collect import FeatureRecorder
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
 from outrider.training.dataset import choose_draft_ids
-from outrider.training.loss import BlockObjective
-from outrider.training.recipe import ObjectiveConfig
+from outrider.training.objective import BlockObjective
 from tests.toys.alignment import build, check_alignment
 from tests.toys.eagle3 import inputs_for
 from tests.toys.oracle import row_of

@@ -23,12 +23,12 @@ from outrider.drafters.base import DrafterWeights, draft_slots
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.draft import TreeSize
 from outrider.drafters.dspark import DSpark
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
 from outrider.training.dataset import choose_draft_ids
-from outrider.training.loss import BlockObjective
-from outrider.training.recipe import ObjectiveConfig
+from outrider.training.objective import BlockObjective
 from tests.proof.enumeration import enumerate_traces
 from tests.toys.alignment import build, check_alignment, read_prompt
 from tests.toys.eagle3 import call_of

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import load_checkpoint
-from outrider.contrib.lilicorr import LatticeHead, LatticeRows, LiLiCorr, LiLiCorrConfig, LiLiCorrDrafter
+from outrider.contrib.lilicorr import (
+    LatticeHead,
+    LatticeRows,
+    LatticeTerms,
+    LatticeTrainingRows,
+    LiLiCorr,
+    LiLiCorrConfig,
+    LiLiCorrDrafter,
+    LiLiCorrObjective,
+    candidate_log_probs,
+    lattice_loss,
+)
 from outrider.data.responses import Sample
 from outrider.decoding.cost import SpsTable
 from outrider.decoding.engine import Engine
@@ -21,16 +32,17 @@ from outrider.decoding.gate import SkipDrafting
 from outrider.decoding.generate import generate
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
-from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
+from outrider.drafters.base import DraftCall, Drafter, DrafterWeights, DraftRows
 from outrider.drafters.dflash2 import ConvolvedLayer
+from outrider.drafters.fused_loss import HeadProducts
 from outrider.drafters.ngram import HybridDrafter, NgramConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import BlockObjective, HeadProducts, candidate_log_probs, lattice_loss
-from outrider.training.recipe import LatticeTerms, ObjectiveConfig, Precision, Recipe
+from outrider.training.objective import BlockObjective
+from outrider.training.recipe import Precision, Recipe, load_recipe
 from outrider.training.setup import Run
 from outrider.training.trainer import Trainer
 from tests.toys.alignment import build, check_alignment
@@ -243,9 +255,9 @@ def test_scores_know_what_is_before_the_anchor_alone() -> None:
     log_probs = torch.randn(tokens.shape).log_softmax(-1)
 
     def scores(aux_SLD: Tensor, previous_NK: Tensor) -> tuple[Tensor, Tensor]:
-        lattice = compute.rows(drafter, replace(batch, aux_SLD=aux_SLD, previous_NK=previous_NK)).lattice
-        assert lattice is not None
-        return lattice(tokens, log_probs)
+        rows = compute.rows(drafter, replace(batch, aux_SLD=aux_SLD, previous_NK=previous_NK))
+        assert isinstance(rows, LatticeTrainingRows)
+        return rows.lattice(tokens, log_probs)
 
     before = scores(batch.aux_SLD, batch.previous_NK)
     for block in (0, 7, len(tokens) - 1):
@@ -270,9 +282,9 @@ def test_scores_know_what_is_before_the_anchor_alone() -> None:
 def test_log_probabilities_and_their_gradients_are_those_of_the_whole_softmax(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.training.loss._FEWEST_ROWS", 1)
-    monkeypatch.setattr("outrider.training.loss.CHUNK_BYTES", 5 * 2 * 19 * 8)
-    monkeypatch.setattr("outrider.training.loss.TILE_BYTES", 3 * count * 6 * 8)
+    monkeypatch.setattr("outrider.drafters.fused_loss._FEWEST_ROWS", 1)
+    monkeypatch.setattr("outrider.drafters.fused_loss.CHUNK_BYTES", 5 * 2 * 19 * 8)
+    monkeypatch.setattr("outrider.drafters.fused_loss.TILE_BYTES", 3 * count * 6 * 8)
     head, mine = torch.randn(19, 6, dtype=torch.float64), torch.randn(4, 3, 6, dtype=torch.float64)
     theirs, near, weights = mine.clone().requires_grad_(), torch.randint(0, 19, (4, 3)), torch.randn(4, 3, count)
     mine.requires_grad_()
@@ -321,26 +333,23 @@ def test_the_loss_is_its_definition() -> None:
     assert loss.item() == pytest.approx(expected, rel=1e-5) and 8 < counted < N * K
 
 
-def test_dpace_weighs_the_terms_of_the_lattice_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dpace_weighs_the_terms_of_the_lattice_too() -> None:
     """By the probabilities of the parallel logits: one block, whose weights are given to the loss without D-PACE."""
     target, samples = toy_target(), toy_samples(3)
     drafter, ids = make(lilicorr_candidate_topk=97), torch.arange(97)
     batch, _ = build(drafter, target, samples, ids, [(0, samples[0].anchors[:1])])
     assert batch.supervised_NK.all() and batch.supervised_NK.shape[1] > 2
-    config = ObjectiveConfig(ce=1.0, l1=0.0, confidence=0.0, lattice=LatticeTerms(margin=0.1))
+    config = LiLiCorrObjective(ce=1.0, l1=0.0, confidence=0.0, lattice=LatticeTerms(margin=0.1))
     compute = BlockObjective(target, ids, config.model_copy(update={"dpace": 0.5}))
     rows = compute.rows(drafter, batch)
     logits_KV = rows.hidden_NKH[0] @ compute.head_VH.T
     likely_K = logits_KV.softmax(-1).gather(1, batch.labels_NK[0, :, None])[:, 0].detach()
     reached = [float((0.5 + 0.5 * likely_K[: j + 1]).prod()) for j in range(len(likely_K))]
     weights_K, count = torch.tensor([sum(reached[k:]) for k in range(len(reached))]), torch.tensor(float(len(reached)))
-    lattice, *_ = compute._lattice(rows, batch, weights_K[None], total_weight=count)
-    found = compute(drafter, batch).loss
-    monkeypatch.setattr(ObjectiveConfig, "position_weights", lambda *_: weights_K)
-    without = config.model_copy(update={"lattice": LatticeTerms(ce=0.0, penalty=0.0)})
-    parallel = BlockObjective(target, ids, without)(drafter, batch, total_weight=count).loss
-    torch.testing.assert_close(found, parallel + lattice, atol=1e-5, rtol=1e-5)
-    assert lattice > 0.1 and (weights_K - 1).abs().max() > 0.1
+    given = replace(compute.supervision(batch, count), weights_NK=weights_K[None])
+    whole, parallel = rows.loss(given).loss, DraftRows.loss(rows, given).loss
+    torch.testing.assert_close(compute(drafter, batch).loss, whole, atol=1e-5, rtol=1e-5)
+    assert whole - parallel > 0.1 and (weights_K - 1).abs().max() > 0.1
 
 
 def test_features_of_16_bits_are_multiplied_in_32() -> None:
@@ -359,7 +368,7 @@ def run(target: Target, samples: list[Sample], **changes: Any) -> Run:
     drafter = LiLiCorr(config_of("lilicorr", draft_vocab_size=60, lilicorr_candidate_topk=16, **changes))
     drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], drafter.config.target_layer_ids))
     ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
-    objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0, l1=0.0, lattice=LatticeTerms(margin=0.1)))
+    objective = BlockObjective(target, ids, LiLiCorrObjective(ce=1.0, l1=0.0, lattice=LatticeTerms(margin=0.1)))
     return Run(target, drafter, objective, ids, True, samples[2:], samples[:2])
 
 
@@ -395,7 +404,7 @@ def test_bfloat16_points_the_same_way() -> None:
     found = []
     precisions: tuple[Precision, ...] = ("float32", "bfloat16")
     for precision in precisions:
-        compute = BlockObjective(target, ids, ObjectiveConfig(), precision)
+        compute = BlockObjective(target, ids, LiLiCorrObjective(), precision)
         output = compute(drafter, batch)
         drafter.zero_grad()
         output.loss.backward()
@@ -474,6 +483,8 @@ def test_config_refuses_what_it_cannot_be(changes: dict[str, Any], message: str)
 
 
 def test_a_recipe_that_leaves_the_terms_of_the_lattice_out_is_written_as_before() -> None:
-    assert "lattice" not in ObjectiveConfig().model_dump()
-    chosen = ObjectiveConfig(lattice=LatticeTerms(margin=0.125))
-    assert ObjectiveConfig.model_validate(chosen.model_dump()) == chosen
+    assert "lattice" not in LiLiCorrObjective().model_dump()
+    chosen = LiLiCorrObjective(lattice=LatticeTerms(margin=0.125))
+    assert LiLiCorrObjective.model_validate(chosen.model_dump()) == chosen
+    with pytest.raises(ValueError, match=r"objective\.lattice"):
+        load_recipe(Path("smollm2-135m/dflash"), ["objective.lattice.margin=0.1"])

@@ -22,7 +22,7 @@ from outrider.drafters.layers import AttentionPattern, BlockLayout, flex_block_a
 from outrider.sampling import SeededSource
 from outrider.training.batches import BlockBatch, Schedule
 from outrider.training.dataset import choose_draft_ids
-from outrider.training.loss import BlockObjective
+from outrider.training.objective import BlockObjective
 from tests.toys.alignment import build, check_alignment
 from tests.toys.drafters import make_mtp
 from tests.toys.eagle3 import inputs_for

@@ -31,16 +31,18 @@ from outrider.drafters.dflash2 import (
     DFlash2,
     DFlash2Config,
     GroupedDynamicConv,
+    SelectorRows,
 )
 from outrider.drafters.draft import Draft
 from outrider.drafters.heads import CertaintyEstimator, ChainHeads, ConfidenceScaling
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import BlockObjective
-from outrider.training.recipe import ObjectiveConfig, Precision, Recipe
+from outrider.training.objective import BlockObjective
+from outrider.training.recipe import Precision, Recipe
 from outrider.training.setup import Run
 from outrider.training.trainer import Trainer
 from tests.proof.enumeration import exact_output_distribution, exact_target_distribution, max_deviation
@@ -186,8 +188,8 @@ def test_nothing_at_or_after_the_anchor_and_no_other_block_leaks_into_a_block() 
     def rows(aux_SLD: Tensor, previous_NK: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             found = compute.rows(drafter, replace(batch, aux_SLD=aux_SLD, previous_NK=previous_NK))
-        assert found.latent_NKr is not None
-        return found.hidden_NKH, found.latent_NKr
+        assert isinstance(found, SelectorRows)
+        return found.hidden_NKH, found.correction_NKr
 
     hidden, latent = rows(batch.aux_SLD, batch.previous_NK)
     for block in (0, 7, len(hidden) - 1):

@@ -22,7 +22,7 @@ from outrider.drafters.mtp import MTP, MTPConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids
-from outrider.training.loss import scatter
+from outrider.training.objective import scatter
 from tests.toys.alignment import build, serve
 from tests.toys.drafters import make_mtp
 from tests.toys.targets import toy_samples, toy_target

@@ -21,12 +21,13 @@ from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dspark import DSparkConfig
 from outrider.drafters.eagle3 import Eagle3Config
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.drafters.medusa import MedusaConfig
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import BlockObjective
-from outrider.training.recipe import ObjectiveConfig, Recipe
+from outrider.training.objective import BlockObjective
+from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
 from tests.toys.targets import TOY, randomise
 from tests.toys.training import train_until

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+import outrider.drafters.fused_loss as fused_loss
 import outrider.drafters.layers as layers
-import outrider.training.loss as loss
 import outrider.training.parallel as parallel
 from outrider.decoding.engine import Engine
 from outrider.decoding.request import Request, StopRules
@@ -93,7 +93,7 @@ def simulate_kernels(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -
 
     Draft layers, which are compiled on a GPU, run operation by operation.
     """
-    reduce_rows = loss.reduce_rows
+    reduce_rows = fused_loss.reduce_rows
 
     def flex(queries: Tensor, keys: Tensor, values: Tensor, block_mask: Any, enable_gqa: bool) -> Tensor:
         zero, rows, slots = (torch.arange(count, device="cuda") for count in (1, queries.shape[2], keys.shape[2]))
@@ -113,4 +113,4 @@ def simulate_kernels(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(parallel, "compiled", lambda function: function)
     transpose_ordered = flex_attention._transpose_ordered
     monkeypatch.setattr(flex_attention, "_transpose_ordered", transposed)
-    monkeypatch.setattr(loss, "row_reducer", lambda logits_CV: reduce if logits_CV.is_cuda else reduce_rows)
+    monkeypatch.setattr(fused_loss, "row_reducer", lambda logits_CV: reduce if logits_CV.is_cuda else reduce_rows)

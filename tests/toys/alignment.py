@@ -22,8 +22,7 @@ from outrider.sampling import PositionNoise, SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, build_batch
 from outrider.training.features import FeatureSource
-from outrider.training.loss import BlockObjective, scatter
-from outrider.training.recipe import ObjectiveConfig
+from outrider.training.objective import BlockObjective, scatter
 from tests.toys.oracle import row_of
 
 
@@ -35,7 +34,7 @@ def build(
         target, samples, aux_layers, scale, 2**30, dtype=torch.float32
     )  # only alignment may differ
     batch = build_batch(chosen, samples, [features[i] for i, _ in chosen], drafter.config.gamma)
-    return batch, BlockObjective(target, ids, ObjectiveConfig())
+    return batch, BlockObjective(target, ids, drafter.config.objective())
 
 
 def check_alignment(target: Target, drafter: DraftModule, samples: list[Sample], ids: Tensor) -> int:

@@ -20,12 +20,13 @@ from outrider.data.regenerate import Response
 from outrider.data.responses import FORMAT, Reply, join_turns
 from outrider.drafters.config import mask_token_id
 from outrider.drafters.dspark import DSpark
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target, load_target
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import BlockObjective
-from outrider.training.recipe import ObjectiveConfig, Recipe
+from outrider.training.objective import BlockObjective
+from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
 from outrider.training.trainer import Trainer
 from tests.toys.decoding import generate_batch

@@ -25,11 +25,11 @@ from outrider.contrib.deepseek_v4 import DSparkV4, DSparkV4Config
 from outrider.contrib.dflash_input import DFlashInput, DFlashInputConfig
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dspark import DSpark
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.target.model import Target
 from outrider.training.features import Features, FeatureSource
-from outrider.training.loss import BlockObjective
+from outrider.training.objective import BlockObjective
 from outrider.training.parallel import LockStep, shard_layers
-from outrider.training.recipe import ObjectiveConfig
 from outrider.training.setup import Run
 from outrider.training.trainer import Trainer
 from outrider.training.watch import Look, Watch

@@ -16,11 +16,12 @@ from outrider.data.responses import Sample
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.dspark import DSpark
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import BlockObjective
-from outrider.training.recipe import ObjectiveConfig, Precision, Recipe
+from outrider.training.objective import BlockObjective
+from outrider.training.recipe import Precision, Recipe
 from outrider.training.setup import Run, fresh, new_drafter
 from outrider.training.trainer import Trainer
 from tests.toys.targets import toy_config, toy_samples, with_mask_token

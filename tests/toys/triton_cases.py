@@ -7,8 +7,8 @@ from itertools import product
 
 import torch
 
-import outrider.training.loss_triton as objective_triton
-from outrider.training.loss import RowInputs, reduce_rows
+import outrider.drafters.fused_loss_triton as objective_triton
+from outrider.drafters.fused_loss import RowInputs, reduce_rows
 
 
 def compare(rows: int, vocab: int, softcap: float | None, dtype: torch.dtype, device: str) -> float:
@@ -32,10 +32,9 @@ def compare(rows: int, vocab: int, softcap: float | None, dtype: torch.dtype, de
         found = []
         for reduce in (reduce_rows, objective_triton.reduce_rows_triton):
             z_CV, t_CV = z.to(device, dtype, copy=True), t.to(device, dtype, copy=True)
-            outputs = reduce(z_CV, t_CV, scalars, softcap, needs_grad)
-            assert 0 < outputs.agreement_C.sum() < rows
-            results = [outputs.ce_C, outputs.distance_C, outputs.agreement_C]
-            results += [] if scalars.kl_C is None else [outputs.kl_C]
+            ce_C, distance_C, kl_C, agreement_C = reduce(z_CV, t_CV, scalars, softcap, needs_grad)
+            assert 0 < agreement_C.sum() < rows
+            results = [ce_C, distance_C, agreement_C, *([] if scalars.kl_C is None else [kl_C])]
             found.append([x.double() for x in [*results, *([z_CV] if needs_grad else [])]])
         for expected, got in zip(*found, strict=True):
             worst = max(worst, ((expected - got).abs().max() / expected.abs().max()).item())

@@ -1,21 +1,43 @@
-"""The chunked objective against the same formula written densely with autograd."""
+"""The formulas of the loss by hand, and the fused loss against them, in value and gradients."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import outrider.training.loss as loss_module
+import outrider.drafters.fused_loss as fused
+from outrider.drafters.base import DraftRows
+from outrider.drafters.dflash2 import SelectorRows
+from outrider.drafters.dspark import DSparkRows
+from outrider.drafters.fused_loss import (
+    DraftLogits,
+    FusedLoss,
+    HeadProducts,
+    Supervision,
+    TargetView,
+    fused_loss,
+    label_probabilities,
+)
+from outrider.drafters.heads import ConfidenceHead
+from outrider.drafters.loss import (
+    DraftLoss,
+    ObjectiveConfig,
+    Term,
+    acceptance_probability,
+    confidence_loss,
+    cross_entropy,
+    dpace_weights,
+    kl_divergence,
+    l1_distance,
+    reference_loss,
+)
 from outrider.training.batches import Schedule
-from outrider.training.loss import BlockObjective, TargetView, objective
-from outrider.training.recipe import ObjectiveConfig
+from outrider.training.objective import BlockObjective
 from tests.toys.alignment import build
 from tests.toys.dialects import made
 from tests.toys.targets import toy_samples, toy_target
@@ -23,140 +45,76 @@ from tests.toys.targets import toy_samples, toy_target
 V, VD, H, R, N = 29, 17, 8, 5, 41
 
 
-def case(seed: int = 0) -> tuple[dict[str, Tensor], Tensor, Tensor, TargetView]:
-    generator = torch.Generator().manual_seed(seed)
+# ----------------------------------------------------------------------------
+# The formulas, from sums over a vocabulary of four, of which three can be drafted.
+# ----------------------------------------------------------------------------
 
-    def rand(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    trained = {"hidden": rand(N, H), "latent": rand(N, R), "w2": rand(VD, R), "confidence": rand(N)}
-    head_full, target_hidden = rand(V, H), rand(N, H)
-    ids = torch.arange(0, 2 * VD, 2) % V
-    ids = torch.unique(ids)[:VD]
-    logits = target_hidden @ head_full.T
-    labels = torch.randint(-1, VD, (N,), generator=generator)
-    argmax = torch.randint(-1, VD, (N,), generator=generator)
-    view = TargetView(target_hidden, logits.logsumexp(-1), labels, argmax)
-    return trained, head_full[ids], logits.softmax(-1)[:, ids], view
+P_D = [0.5, 0.2, 0.3]
+P_T = [0.1, 0.4, 0.2]  # the fourth token has 0.3
+D, T = (torch.tensor([row], dtype=torch.float64) for row in (P_D, P_T))
 
 
-def heads(trained: dict[str, Tensor]) -> dict[str, Any]:
-    """The heads' arguments of `objective`."""
-    return {"latent_Nr": trained["latent"], "w2_Vr": trained["w2"], "confidence_N": trained["confidence"]}
+def test_the_cross_entropy_is_that_of_the_label() -> None:
+    log_p = D.log().expand(3, 3)
+    found = cross_entropy(log_p, torch.tensor([0, 2, -1]))
+    assert found.tolist() == pytest.approx([-math.log(0.5), -math.log(0.3), 0.0], abs=1e-15)
 
 
-def dense(
-    trained: dict[str, Tensor], head: Tensor, p_t: Tensor, view: TargetView, w: Tensor, c: ObjectiveConfig
-) -> Tensor:
-    z = trained["hidden"] @ head.T + trained["latent"] @ trained["w2"].T
-    p_d = z.softmax(-1)
-    distance = (p_d - p_t).abs().sum(-1) + (1 - p_t.sum(-1))
-    known = view.labels_N >= 0
-    ce = -z.log_softmax(-1).gather(1, view.labels_N.clamp(min=0)[:, None])[:, 0] * known
-    kl = (p_t * (p_t.log() - z.log_softmax(-1))).sum(-1)
-    label = (1 - distance / 2).detach()
-    bce = F.binary_cross_entropy_with_logits(trained["confidence"], label, reduction="none")
-    return (w * (c.ce * ce + c.l1 * distance + c.kl * kl + c.confidence * bce)).sum() / w.sum()
+def test_the_1_norm_is_over_the_whole_vocabulary() -> None:
+    by_hand = sum(abs(d - t) for d, t in zip([*P_D, 0.0], [*P_T, 0.3], strict=True))
+    assert l1_distance(D, T).item() == pytest.approx(by_hand, abs=1e-15)
+    overlap = sum(map(min, P_D, P_T))
+    assert acceptance_probability(l1_distance(D, T)).item() == pytest.approx(overlap, abs=1e-15)
 
 
-@pytest.mark.parametrize("chunk", [7, 64])
-@pytest.mark.parametrize("scratch", [3, 64])
-@pytest.mark.parametrize("kl", [0.0, 0.6])
-def test_loss_and_gradients_equal_the_dense_formula(
-    chunk: int, scratch: int, kl: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loss_module, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk * 2 * VD * 8)
-    monkeypatch.setattr(loss_module, "_SCRATCH_BYTES", scratch * VD * 4)
-    trained, head, p_t, view = case()
-    config = ObjectiveConfig(ce=0.3, l1=0.9, kl=kl, confidence=0.7)
-    weights = torch.rand(N, dtype=torch.float64)
-    ours = {k: v.clone().requires_grad_() for k, v in trained.items()}
-    theirs = {k: v.clone().requires_grad_() for k, v in trained.items()}
-    output = objective(ours["hidden"], head, view, config, weights_N=weights, **heads(ours))
-    expected = dense(theirs, head, p_t, view, weights, config)
-    torch.testing.assert_close(output.loss, expected, atol=1e-12, rtol=1e-12)
-    (3 * output.loss).backward()
-    (3 * expected).backward()
-    for name in trained:
-        torch.testing.assert_close(ours[name].grad, theirs[name].grad, atol=1e-12, rtol=1e-10)
+def test_the_divergence_is_over_the_draft_vocabulary() -> None:
+    by_hand = sum(t * math.log(t / d) for d, t in zip(P_D, P_T, strict=True))
+    assert kl_divergence(T.log(), D.log()).item() == pytest.approx(by_hand, abs=1e-15)
 
 
-def dense_candidates(
-    trained: dict[str, Tensor], head: Tensor, p_t: Tensor, view: TargetView, w: Tensor, c: ObjectiveConfig, count: int
-) -> tuple[Tensor, Tensor]:
-    """The loss, and acceptance among the candidates, from whole logits."""
-    unary = trained["hidden"] @ head.T
-    kept = torch.zeros_like(unary, dtype=torch.bool).scatter(1, unary.topk(count).indices, True)
-    among = (unary + trained["latent"] @ trained["w2"].T).masked_fill(~kept, -torch.inf)
-    known, label = view.labels_N >= 0, view.labels_N.clamp(min=0)[:, None]
-    total, overlap = torch.zeros_like(w), torch.zeros_like(w)
-    for z, has_ce in ((unary, known), (among, known & kept.gather(1, label)[:, 0])):
-        distance = (z.softmax(-1) - p_t).abs().sum(-1) + (1 - p_t.sum(-1))
-        ce = torch.where(has_ce, -z.log_softmax(-1).gather(1, label)[:, 0], 0.0)
-        total, overlap = total + c.ce * ce + c.l1 * distance, 1 - distance / 2
-    bce = F.binary_cross_entropy_with_logits(trained["confidence"], overlap.detach(), reduction="none")
-    return (w * (total + c.confidence * bce)).sum() / w.sum(), overlap
+def test_a_confidence_is_trained_towards_the_acceptance() -> None:
+    confidence, acceptance = 0.7, 0.5
+    chance = 1 / (1 + math.exp(-confidence))
+    by_hand = -(acceptance * math.log(chance) + (1 - acceptance) * math.log(1 - chance))
+    found = confidence_loss(
+        torch.tensor(confidence, dtype=torch.float64), torch.tensor(acceptance, dtype=torch.float64)
+    )
+    assert found.item() == pytest.approx(by_hand, abs=1e-15)
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize(("count", "chunk"), [(1, 64), (4, 7), (VD, 64)])
-def test_candidates_have_the_dense_loss_and_gradients(
-    count: int, chunk: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loss_module, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk * 2 * VD * 8)
-    trained, head, p_t, view = case(4)
-    if softcap is not None:  # every token can be drafted, so that their logits are the whole distribution
-        logits = torch.tanh(view.hidden_ND @ head.T / softcap) * softcap
-        view, p_t = replace(view, lse_N=logits.logsumexp(-1), softcap=softcap), logits.softmax(-1)
-    config, weights = ObjectiveConfig(ce=0.3, l1=0.9, confidence=0.7), torch.rand(N, dtype=torch.float64)
-    ours = {k: v.clone().requires_grad_() for k, v in trained.items()}
-    theirs = {k: v.clone().requires_grad_() for k, v in trained.items()}
-    output = objective(ours["hidden"], head, view, config, weights_N=weights, **heads(ours), candidates=count)
-    expected, overlap = dense_candidates(theirs, head, p_t, view, weights, config, count)
-    torch.testing.assert_close(output.loss, expected, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(output.acceptance_N, overlap, atol=1e-12, rtol=1e-12)
-    (3 * output.loss).backward()
-    (3 * expected).backward()
-    for name in trained:
-        torch.testing.assert_close(ours[name].grad, theirs[name].grad, atol=1e-12, rtol=1e-10)
+def test_the_terms_add_up() -> None:
+    weight = torch.tensor([0.25], dtype=torch.float64)
+    terms = [Term("ce", 2 * weight), Term("l1", 3 * weight), Term("kl", 5 * weight)]
+    label, argmax = torch.tensor([1]), torch.tensor([0])
+    loss, acceptance, agreement = reference_loss(D.log(), T.log(), labels=label, argmax=argmax, terms=terms)
+    divergence = sum(t * math.log(t / d) for d, t in zip(P_D, P_T, strict=True))
+    assert loss.item() == pytest.approx(0.25 * (2 * -math.log(0.2) + 3 * 1.0 + 5 * divergence), abs=1e-15)
+    assert acceptance.item() == pytest.approx(0.5, abs=1e-15) and agreement.item() == 1.0
+    assert reference_loss(D.log(), T.log(), labels=label, argmax=torch.tensor([-1]), terms=terms).agreement_N == 0
 
 
-def test_a_divergence_is_for_whole_distributions() -> None:
-    trained, head, _, view = case(4)
-    with pytest.raises(ValueError, match="kl is for drafters that draw from the whole"):
-        objective(
-            trained["hidden"],
-            head,
-            view,
-            ObjectiveConfig(kl=0.1),
-            weights_N=torch.ones(N),
-            **heads(trained),
-            candidates=4,
-        )
+def test_position_weights_decay() -> None:
+    weights = ObjectiveConfig(decay=4.0).position_weights(3, torch.device("cpu"))
+    torch.testing.assert_close(weights, torch.exp(-torch.tensor([0.0, 1.0, 2.0]) / 4))
+    assert ObjectiveConfig(decay=4.0, dpace=0.5).position_weights(3, torch.device("cpu")).tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("share", [0.3, 1.0])
-def test_the_parallel_logits_have_their_share_of_the_loss(share: float) -> None:
-    """Of cross-entropy and distances; the confidence head's loss stays whole."""
-    trained, head, p_t, view = case(6)
-    config, weights = ObjectiveConfig(ce=0.3, l1=0.9, kl=0.6, confidence=0.7), torch.rand(N, dtype=torch.float64)
-    ours = {k: v.clone().requires_grad_() for k, v in trained.items()}
-    theirs = {k: v.clone().requires_grad_() for k, v in trained.items()}
-    output = objective(ours["hidden"], head, view, config, weights_N=weights, **heads(ours), base_share=share)
-    alone = config.model_copy(update={"confidence": 0.0})
-    bce = config.model_copy(update={"ce": 0.0, "l1": 0.0, "kl": 0.0})
-    parallel = {**theirs, "latent": torch.zeros_like(trained["latent"])}
-    parts = [dense(theirs, head, p_t, view, weights, alone), dense(parallel, head, p_t, view, weights, alone)]
-    expected = (1 - share) * parts[0] + share * parts[1] + dense(theirs, head, p_t, view, weights, bce)
-    torch.testing.assert_close(output.loss, expected, atol=1e-12, rtol=1e-12)
-    output.loss.backward()
-    expected.backward()
-    for name in trained:
-        torch.testing.assert_close(ours[name].grad, theirs[name].grad, atol=1e-12, rtol=1e-10)
-    plain = objective(trained["hidden"], head, view, config, weights_N=weights, **heads(trained))
-    torch.testing.assert_close(output.acceptance_N, plain.acceptance_N)
+def dpace_by_hand(likely: list[float], alpha: float) -> list[float]:
+    """The weights of one block, from the paper's sums."""
+    smoothed = [alpha + (1 - alpha) * q for q in likely]
+    reached = [math.prod(smoothed[: j + 1]) for j in range(len(smoothed))]
+    return [sum(reached[k:]) for k in range(len(smoothed))]
+
+
+def test_dpace_weights_are_the_gradient_of_the_accepted_length() -> None:
+    supervised = torch.arange(4) < torch.tensor([4, 2, 0, 1])[:, None]
+    likely = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights = dpace_weights(likely, supervised, 0.5)
+    for row, kept, count in zip(weights.tolist(), likely.tolist(), (4, 2, 0, 1), strict=True):
+        assert row == pytest.approx([*dpace_by_hand(kept[:count], 0.5), *[0.0] * (4 - count)], abs=1e-14)
+    log_s = (0.5 + 0.5 * likely[0]).log().requires_grad_()
+    log_s.exp().cumprod(-1).sum().backward()
+    torch.testing.assert_close(weights[0], log_s.grad)
 
 
 def test_the_share_of_the_parallel_logits_falls_to_zero() -> None:
@@ -168,63 +126,221 @@ def test_the_share_of_the_parallel_logits_falls_to_zero() -> None:
 def test_what_a_recipe_does_not_set_is_not_recorded() -> None:
     """Runs from before these fields can be resumed."""
     assert set(ObjectiveConfig().model_dump()) == {"ce", "l1", "confidence", "decay"}
-    set_here = ObjectiveConfig(dpace=0.5, base=1.0, base_fraction=0.5).model_dump()
-    assert {name: set_here[name] for name in ("dpace", "base", "base_fraction")} == {
-        "dpace": 0.5,
-        "base": 1.0,
-        "base_fraction": 0.5,
-    }
+    chosen = {"dpace": 0.5, "base": 1.0, "base_fraction": 0.5}
+    assert chosen.items() <= ObjectiveConfig(**chosen).model_dump().items()
 
 
-# D-PACE.
+# ----------------------------------------------------------------------------
+# The fused loss and what methods make of it, against the formulas.
+# ----------------------------------------------------------------------------
 
 
-def dpace_reference(likely: list[float], alpha: float) -> list[float]:
-    """The weights of one block, from the paper's sums."""
-    smoothed = [alpha + (1 - alpha) * q for q in likely]
-    reached = [math.prod(smoothed[: j + 1]) for j in range(len(smoothed))]
-    return [sum(reached[k:]) for k in range(len(smoothed))]
+class Case:
+    """Random draft logits z = W h + W2 l of a reduced vocabulary, and the target's view, which may be soft-capped."""
+
+    def __init__(self, seed: int = 0, softcap: float | None = None, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def rand(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.leaves = [leaf.requires_grad_() for leaf in (rand(N, H), rand(N, R), rand(VD, R))]
+        self.logits = DraftLogits(*self.leaves)
+        head_VH, target_NH = rand(V, H), rand(N, H)
+        ids = torch.unique(torch.arange(0, 2 * VD, 2) % V)[:VD]
+        whole = target_NH @ head_VH.T
+        whole = whole if softcap is None else torch.tanh(whole / softcap) * softcap
+        self.log_p_t = whole.log_softmax(-1)[:, ids]
+        labels, argmax = (torch.randint(-1, VD, (N,), generator=generator) for _ in range(2))
+        self.head = HeadProducts(head_VH[ids], dtype)
+        self.view = TargetView(target_NH, whole.logsumexp(-1), labels, argmax, softcap)
+        self.weights = torch.rand(N, generator=generator, dtype=torch.float64).to(dtype)
+
+    @property
+    def unary(self) -> Tensor:
+        """The parallel logits."""
+        return self.leaves[0] @ self.head.head_VH.T
+
+    @property
+    def z(self) -> Tensor:
+        return self.unary + self.leaves[1] @ self.leaves[2].T
+
+    def terms(self, **weights: float) -> list[Term]:
+        return [Term(kind, weight * self.weights) for kind, weight in weights.items()]  # type: ignore[arg-type]
+
+    def reference(self, z: Tensor, terms: list[Term]) -> DraftLoss:
+        labels, argmax = self.view.labels_N, self.view.argmax_N
+        return reference_loss(z.log_softmax(-1), self.log_p_t, labels=labels, argmax=argmax, terms=terms)
+
+    def fused(self, **weights: float) -> FusedLoss:
+        return fused_loss(self.logits, self.head, self.view, terms=self.terms(**weights))
+
+    def given(self, config: ObjectiveConfig, base_share: float = 0.0) -> Supervision:
+        """The N positions as blocks of one."""
+        tensors = (self.view.hidden_ND, self.view.lse_N, self.view.labels_N, self.view.argmax_N)
+        return Supervision(
+            config,
+            self.head,
+            torch.arange(VD),
+            view=TargetView(*(tensor[:, None] for tensor in tensors), softcap=self.view.softcap),
+            supervised_NK=torch.ones(N, 1, dtype=torch.bool),
+            supervised_M=torch.arange(N),
+            positions=N,
+            weights_NK=self.weights[:, None],
+            total_weight=self.weights.sum(),
+            base_share=base_share,
+        )
+
+    def rows(self) -> DraftRows:
+        hidden, latent, w2 = self.leaves
+        return DraftRows(hidden[:, None], latent[:, None], w2)
+
+    def check(self, ours: Tensor, theirs: Tensor, *more: Tensor, tolerance: float = 1e-12) -> None:
+        """The same value and the same gradients, also towards the leaves `more`."""
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+        leaves = [*self.leaves, *more]
+        mine, other = (
+            torch.autograd.grad(3 * loss, leaves, materialize_grads=True, retain_graph=True) for loss in (ours, theirs)
+        )
+        for gradient, expected in zip(mine, other, strict=True):
+            torch.testing.assert_close(gradient, expected, atol=tolerance, rtol=100 * tolerance)
 
 
-def test_dpace_weights_are_the_gradient_of_the_accepted_length() -> None:
-    supervised = torch.arange(4) < torch.tensor([4, 2, 0, 1])[:, None]
-    likely = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = loss_module.dpace_weights(likely, supervised, 0.5)
-    for row, kept, count in zip(found.tolist(), likely.tolist(), (4, 2, 0, 1), strict=True):
-        assert row == pytest.approx([*dpace_reference(kept[:count], 0.5), *[0.0] * (4 - count)], abs=1e-14)
-    log_s = (0.5 + 0.5 * likely[0]).log().requires_grad_()
-    log_s.exp().cumprod(-1).sum().backward()
-    torch.testing.assert_close(found[0], log_s.grad)
+def small_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, scratch: int = 64) -> None:
+    monkeypatch.setattr(fused, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(fused, "CHUNK_BYTES", rows * 2 * VD * 8)
+    monkeypatch.setattr(fused, "_SCRATCH_BYTES", scratch * VD * 4)
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("scratch", [3, 64])
+@pytest.mark.parametrize(
+    ("weights", "softcap", "dtype"),
+    [
+        ({"ce": 0.3, "l1": 0.9}, None, torch.float64),
+        ({"ce": 0.3, "l1": 0.9, "kl": 0.6}, 5.0, torch.float64),
+        ({"kl": 1.0}, None, torch.float64),
+        ({"ce": 0.3, "kl": 0.6}, None, torch.float32),
+    ],
+)
+def test_the_fused_loss_is_the_formula(
+    chunk: int,
+    scratch: int,
+    weights: dict[str, float],
+    softcap: float | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small_chunks(monkeypatch, chunk, scratch)
+    case = Case(softcap=softcap, dtype=dtype)
+    found, expected = case.fused(**weights), case.reference(case.z, case.terms(**weights))
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    case.check(found.loss / N, expected.loss / N, tolerance=tolerance)
+    torch.testing.assert_close(found.acceptance_N, expected.acceptance_N, atol=tolerance, rtol=0)
+    assert torch.equal(found.agreement_N, expected.agreement_N)
+
+
+def test_without_latents_the_hidden_states_alone_are_trained() -> None:
+    case = Case(2)
+    found = fused_loss(DraftLogits(case.leaves[0]), case.head, case.view, terms=case.terms(ce=1.0))
+    case.check(found.loss, case.reference(case.unary, case.terms(ce=1.0)).loss)
+
+
+def test_the_likeliest_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch, 7)
+    case = Case(3)
+    found = fused_loss(case.logits, case.head, case.view, terms=case.terms(ce=1.0), top=4)
+    assert torch.equal(found.top_Nc, case.z.topk(4).indices)
+    assert case.fused(ce=1.0).top_Nc.numel() == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_parallel_logits_have_their_share_of_the_loss(share: float) -> None:
+    case, config = Case(6), ObjectiveConfig(ce=0.3, l1=0.9, kl=0.6)
+    terms = case.given(config).terms()
+    whole, parallel = case.reference(case.z, terms), case.reference(case.unary, terms)
+    found = case.rows().loss(case.given(config, share))
+    case.check(found.loss, (1 - share) * whole.loss + share * parallel.loss)
+    torch.testing.assert_close(found.acceptance_N, whole.acceptance_N)
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_confidences_have_a_loss_of_their_own(gradient: bool) -> None:
+    """DSpark's: its gradient also trains what the head reads, or the head alone."""
+    case, config = Case(8), ObjectiveConfig(ce=0.3, l1=0.9, confidence=0.7, confidence_gradient=gradient)
+    head, given = ConfidenceHead(H, R, with_markov=True).double(), case.given(config)
+    hidden, latent, w2 = case.leaves
+    rows = DSparkRows(
+        hidden[:, None], latent[:, None], w2, confidence=head, read_NKH=hidden[:, None], embedding_NKr=latent[:, None]
+    )
+    plain = case.reference(case.z, given.terms())
+    read = (hidden, latent) if gradient else (hidden.detach(), latent.detach())
+    bce = confidence_loss(head(*read), plain.acceptance_N)
+    expected = plain.loss + 0.7 * (case.weights * bce).sum() / case.weights.sum()
+    case.check(rows.loss(given).loss, expected, *head.parameters())
+    without = replace(rows, confidence=None).loss(given)
+    torch.testing.assert_close(without.loss, plain.loss)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("count", "chunk"), [(1, 64), (4, 7), (VD, 64)])
+def test_candidates_have_a_loss_beside_that_of_the_parallel_logits(
+    count: int, chunk: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DFlash 2's: the distribution over the candidates as one over the vocabulary that is zero elsewhere."""
+    small_chunks(monkeypatch, chunk)
+    monkeypatch.setattr(fused, "TILE_BYTES", 3 * count * H * 8)
+    case, config = Case(4, softcap), ObjectiveConfig(ce=0.3, l1=0.9)
+    hidden, latent, w2 = case.leaves
+    rows = SelectorRows(hidden[:, None], correction_NKr=latent[:, None], codebook_Vr=w2, count=count)
+    found, given = rows.loss(case.given(config)), case.given(config)
+    kept = torch.zeros_like(case.z, dtype=torch.bool).scatter(1, case.unary.topk(count).indices, True)
+    known = case.view.labels_N
+    known = torch.where(kept.gather(1, known.clamp(min=0)[:, None])[:, 0], known, -1)
+    among = reference_loss(
+        case.z.masked_fill(~kept, -1e300).log_softmax(-1),
+        case.log_p_t,
+        labels=known,
+        argmax=case.view.argmax_N,
+        terms=given.terms(),
+    )
+    case.check(found.loss, case.reference(case.unary, given.terms()).loss + among.loss)
+    torch.testing.assert_close(found.acceptance_N, among.acceptance_N, atol=1e-12, rtol=1e-12)
+    assert torch.equal(found.agreement_N, among.agreement_N)
+
+
+def test_candidates_have_no_divergence() -> None:
+    """They have no probability where the target has some."""
+    case = Case(4)
+    hidden, latent, w2 = case.leaves
+    rows = SelectorRows(hidden[:, None], correction_NKr=latent[:, None], codebook_Vr=w2, count=4)
+    with pytest.raises(ValueError, match=r"objective\.kl"):
+        rows.loss(case.given(ObjectiveConfig(kl=0.1)))
 
 
 @pytest.mark.parametrize("count", [None, 4])
 def test_probabilities_of_labels(count: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 7 * 2 * VD * 8)
-    trained, head, _, view = case(7)
-    unary = trained["hidden"] @ head.T
-    z = unary + trained["latent"] @ trained["w2"].T
+    small_chunks(monkeypatch, 7)
+    case = Case(7)
+    z = case.z.detach()
     if count is not None:
-        z = z.masked_fill(
-            ~torch.zeros_like(z, dtype=torch.bool).scatter(1, unary.topk(count).indices, True), -torch.inf
-        )
-    labels_N = view.labels_N.clone()
-    some = (labels_N >= 0).nonzero()[0, 0]
-    labels_N[some] = z[some].argmax()
-    found, likeliest = loss_module.label_probabilities(
-        (trained["hidden"], trained["latent"], trained["w2"]),
-        loss_module.HeadProducts(head, torch.float64),
-        labels_N,
-        count,
-    )
+        candidates = case.unary.topk(count).indices
+        z = z.masked_fill(~torch.zeros_like(z, dtype=torch.bool).scatter(1, candidates, True), -torch.inf)
+    some = (case.view.labels_N >= 0).nonzero()[0, 0]
+    case.view.labels_N[some] = z[some].argmax()
+    labels_N = case.view.labels_N
+    rows = case.rows()
+    if count is not None:
+        hidden, latent, w2 = case.leaves
+        rows = SelectorRows(hidden[:, None], correction_NKr=latent[:, None], codebook_Vr=w2, count=count)
+    probabilities, likeliest = rows.label_probabilities(case.given(ObjectiveConfig()))
     expected = z.softmax(-1).gather(1, labels_N.clamp(min=0)[:, None])[:, 0] * (labels_N >= 0)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-    assert (found == 0).any() and (found > 0).any()
+    torch.testing.assert_close(probabilities, expected, atol=1e-12, rtol=1e-12)
+    assert (probabilities == 0).any() and (probabilities > 0).any() and not probabilities.requires_grad
     assert likeliest.tolist() == (z.argmax(-1) == labels_N).tolist() and likeliest.any() and not likeliest.all()
 
 
-@pytest.mark.parametrize("count", [None, 4])
-def test_probabilities_of_labels_in_bfloat16(count: int | None) -> None:
+def test_probabilities_of_labels_in_bfloat16() -> None:
     """Logits near 60: plain bfloat16 is off by up to 0.25 in them, and so by a quarter in probability."""
     generator = torch.Generator().manual_seed(5)
     head, w2 = (torch.randn(300, width, generator=generator).bfloat16().float() for width in (32, 8))
@@ -234,7 +350,7 @@ def test_probabilities_of_labels_in_bfloat16(count: int | None) -> None:
     labels = logits.argmax(-1)
     assert logits.amax(-1).mean() > 40
     exact, rounded = (
-        loss_module.label_probabilities((hidden, latent, w2), loss_module.HeadProducts(head, dtype), labels, count)[0]
+        label_probabilities(DraftLogits(hidden, latent, w2), HeadProducts(head, dtype), labels)[0]
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert 0.2 < exact.mean() < 0.98 and (exact - rounded).abs().max() < 0.02
@@ -254,8 +370,9 @@ def test_dpace_is_its_definition_for_every_block_drafter(method: str) -> None:
     z_NKV = unary_NKV = rows.hidden_NKH @ compute.head_VH.T
     if rows.latent_NKr is not None and rows.w2_Vr is not None:
         z_NKV = z_NKV + rows.latent_NKr @ rows.w2_Vr.T
-    if rows.candidates is not None:
-        kept = torch.zeros_like(z_NKV, dtype=torch.bool).scatter(2, unary_NKV.topk(rows.candidates).indices, True)
+    if isinstance(rows, SelectorRows):
+        z_NKV = z_NKV + rows.correction_NKr @ rows.codebook_Vr.T
+        kept = torch.zeros_like(z_NKV, dtype=torch.bool).scatter(2, unary_NKV.topk(rows.count).indices, True)
         z_NKV = z_NKV.masked_fill(~kept, -torch.inf)
     total: Tensor | float = 0.0
     for n, k_s in enumerate(batch.supervised_NK.sum(-1).tolist()):
@@ -264,10 +381,10 @@ def test_dpace_is_its_definition_for_every_block_drafter(method: str) -> None:
             z_NKV[n, k].log_softmax(-1)[label] if label is not None else None for k, label in enumerate(labels)
         ]
         likely = [0.0 if log_p is None else math.exp(log_p.item()) for log_p in log_probs]
-        for k, weight in enumerate(dpace_reference(likely, 0.5)):
+        for k, weight in enumerate(dpace_by_hand(likely, 0.5)):
             if likely[k] > 0 and log_probs[k] is not None:
                 total = total - weight * log_probs[k]
-            if rows.candidates is not None and labels[k] is not None:  # the parallel logits have a loss of their own
+            if isinstance(rows, SelectorRows) and labels[k] is not None:  # the parallel logits have their own loss
                 total = total - weight * unary_NKV[n, k].log_softmax(-1)[labels[k]]
     assert isinstance(total, Tensor)
     expected = total / batch.supervised_NK.sum()
@@ -282,53 +399,9 @@ def test_dpace_is_its_definition_for_every_block_drafter(method: str) -> None:
     assert abs(decayed.item() - found.item()) > 1e-3
 
 
-def test_the_confidences_loss_may_train_their_head_alone() -> None:
-    """The rest then has the gradients of a loss without it."""
-    target, samples = toy_target(), toy_samples(3)
-    drafter = made("dspark").weights.module.train().requires_grad_()
-    batch, _ = build(drafter, target, samples, torch.arange(97), Schedule(samples, 3, 5, seed=1).step(0))
-
-    def gradients(**changes: float | bool) -> dict[str, Tensor]:
-        names, parameters = zip(*drafter.named_parameters(), strict=True)
-        loss = BlockObjective(target, torch.arange(97), ObjectiveConfig(**changes))(drafter, batch).loss
-        return dict(zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True), strict=True))
-
-    whole, alone, without = gradients(), gradients(confidence_gradient=False), gradients(confidence=0.0)
-    heads = {name for name in whole if name.startswith("confidence_head")}
-    for name in heads:
-        torch.testing.assert_close(alone[name], whole[name])
-    for name in whole.keys() - heads:
-        torch.testing.assert_close(alone[name], without[name])
-    assert heads and any(not torch.allclose(whole[name], alone[name]) for name in whole.keys() - heads)
-
-
-def test_acceptance_is_the_overlap_of_the_distributions() -> None:
-    trained, head, p_t, view = case(1)
-    sequential = {**heads(trained), "confidence_N": None}
-    output = objective(trained["hidden"], head, view, ObjectiveConfig(), weights_N=torch.ones(N), **sequential)
-    p_d = (trained["hidden"] @ head.T + trained["latent"] @ trained["w2"].T).softmax(-1)
-    torch.testing.assert_close(output.acceptance_N, torch.minimum(p_d, p_t).sum(-1), atol=1e-12, rtol=1e-12)
-
-
-def test_without_heads_only_the_backbone_gets_a_gradient() -> None:
-    trained, head, _, view = case(2)
-    hidden = trained["hidden"].requires_grad_()
-    objective(hidden, head, view, ObjectiveConfig(ce=1, l1=0), weights_N=torch.ones(N)).loss.backward()
-    assert hidden.grad is not None and hidden.grad.abs().sum() > 0
-
-
-def test_soft_capped_targets() -> None:
-    trained, head, _, view = case(3)
-    logits = torch.tanh(view.hidden_ND @ head.T / 5) * 5
-    capped = TargetView(view.hidden_ND, logits.logsumexp(-1), view.labels_N, view.argmax_N, softcap=5.0)
-    output = objective(trained["hidden"], head, capped, ObjectiveConfig(), weights_N=torch.ones(N))
-    p_d = (trained["hidden"] @ head.T).softmax(-1)
-    torch.testing.assert_close(output.acceptance_N, torch.minimum(p_d, logits.softmax(-1)).sum(-1))
-
-
-def test_position_weights_decay() -> None:
-    weights = ObjectiveConfig(decay=4.0).position_weights(3, torch.device("cpu"))
-    torch.testing.assert_close(weights, torch.exp(-torch.tensor([0.0, 1.0, 2.0]) / 4))
+# ----------------------------------------------------------------------------
+# Memory and precision.
+# ----------------------------------------------------------------------------
 
 
 class Allocations(TorchDispatchMode):
@@ -348,35 +421,33 @@ class Allocations(TorchDispatchMode):
 def test_no_tensor_is_larger_than_half_the_budget(rows: int, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever N and V are; with a float32 head held in bfloat16, no float32 copy of it is made either."""
     budget = 2**20
-    monkeypatch.setattr(loss_module, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", budget)
-    monkeypatch.setattr(loss_module, "TILE_BYTES", budget // 8)
+    monkeypatch.setattr(fused, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(fused, "CHUNK_BYTES", budget)
+    monkeypatch.setattr(fused, "TILE_BYTES", budget // 8)
     hidden = torch.randn(rows, H, requires_grad=True)
-    head = torch.randn(vocab, H).bfloat16()
+    head = HeadProducts(torch.randn(vocab, H).bfloat16(), torch.float32)
     labels = torch.zeros(rows, dtype=torch.long)
     view = TargetView(torch.randn(rows, H), torch.randn(rows) + 9, labels, labels)
     with Allocations() as seen:
-        objective(hidden, head, view, ObjectiveConfig(), weights_N=torch.ones(rows)).loss.backward()
+        fused_loss(DraftLogits(hidden), head, view, terms=ObjectiveConfig().terms(torch.ones(rows))).loss.backward()
     assert budget // 4 < seen.largest <= budget // 2
 
 
 def test_chunks_are_equal_and_inside_the_budget() -> None:
-    rows = loss_module.chunk_rows(3584, 151_936, 4)
-    assert 16 <= rows <= loss_module.CHUNK_BYTES // (8 * 151_936)
-    assert loss_module.chunk_rows(784, 12_288, 4) == 784
-    assert loss_module.chunk_rows(10**6, 10**8, 4) == 16  # never fewer, whatever the vocabulary
+    rows = fused.chunk_rows(3584, 151_936, 4)
+    assert 16 <= rows <= fused.CHUNK_BYTES // (8 * 151_936)
+    assert fused.chunk_rows(784, 12_288, 4) == 784
+    assert fused.chunk_rows(10**6, 10**8, 4) == 16  # never fewer, whatever the vocabulary
 
 
 def test_a_head_in_another_type_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "TILE_BYTES", 5 * H * 8)
-    trained, head, _, view = case(4)
-    narrow = head.bfloat16()
+    monkeypatch.setattr(fused, "TILE_BYTES", 5 * H * 8)
+    case = Case(4)
+    narrow = case.head.head_VH.bfloat16()
     results = []
     for held in (narrow, narrow.double()):
-        leaves = {k: v.clone().requires_grad_() for k, v in trained.items()}
-        output = objective(leaves["hidden"], held, view, ObjectiveConfig(), weights_N=torch.ones(N), **heads(leaves))
-        output.loss.backward()
-        results.append([leaf.grad for leaf in leaves.values()])
+        case.head = HeadProducts(held, torch.float64)
+        results.append(torch.autograd.grad(case.fused(ce=0.1, l1=0.9).loss, case.leaves))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-13, rtol=1e-11)
 
@@ -393,8 +464,9 @@ def test_bfloat16_logits_keep_their_precision_where_probability_is() -> None:
     argmax = logits.argmax(-1)
     argmax[::5] = -1  # those rows find a reference of their own
     view = TargetView(target, logits.logsumexp(-1), argmax, argmax)
+    terms = ObjectiveConfig().terms(torch.ones(rows))
     exact, rounded = (
-        objective(hidden, head, view, ObjectiveConfig(), weights_N=torch.ones(rows), products=dtype)
+        fused_loss(DraftLogits(hidden), HeadProducts(head, dtype), view, terms=terms)
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert 0.1 < exact.acceptance_N.mean() < 0.95

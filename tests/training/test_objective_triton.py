@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.training.loss import reduce_rows, row_reducer
+from outrider.drafters.fused_loss import reduce_rows, row_reducer
 
 CASES = Path(__file__).parents[1] / "toys" / "triton_cases.py"
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from outrider.training.loss_triton import _rows
+from outrider.drafters.fused_loss_triton import _rows
 
 scalars = "lse:*fp32 label:*i64 argmax:*i64 ce_weight:*fp32 l1_weight:*fp32 kl_weight:*fp32 "
 scalars += "ce:*fp32 distance:*fp32 kl:*fp32 agreement:*i8"

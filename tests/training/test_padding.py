@@ -20,7 +20,7 @@ import outrider.training.parallel as parallel
 from outrider.drafters.layers import Compilation, flex_block_attention, split_attention
 from outrider.target.linear import padded_size
 from outrider.training.batches import BlockBatch, build_batch, idle_batch
-from outrider.training.loss import BlockObjective
+from outrider.training.objective import BlockObjective
 from outrider.training.parallel import ParallelStep, compiles
 from outrider.training.recipe import Precision
 from outrider.training.trainer import Trainer

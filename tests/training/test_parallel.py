@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.cli.train import run_training
 from outrider.data.responses import Sample
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.target.model import Target, load_target
 from outrider.training.batches import Schedule, micro_batches, total_weight
 from outrider.training.features import FeatureSource
-from outrider.training.loss import BlockObjective
+from outrider.training.objective import BlockObjective
 from outrider.training.parallel import ParallelStep
-from outrider.training.recipe import ObjectiveConfig, load_recipe
+from outrider.training.recipe import load_recipe
 from outrider.training.trainer import Trainer
 from outrider.utils.distributed import join
 from tests.toys.parallel_worker import (

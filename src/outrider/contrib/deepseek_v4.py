@@ -56,12 +56,11 @@ from outrider.drafters.base import (
     BlockInputs,
     DraftCalibration,
     DrafterWeights,
-    DraftRows,
     Head,
 )
 from outrider.drafters.config import Count, MaskToken, NotInRecipe
 from outrider.drafters.dflash import BlockDrafter
-from outrider.drafters.dspark import DSpark, DSparkConfig
+from outrider.drafters.dspark import DSpark, DSparkConfig, DSparkRows
 from outrider.drafters.layers import BlockLayout, layer_shapes
 from outrider.target.linear import Packable
 from outrider.target.model import Target
@@ -544,9 +543,10 @@ class DSparkV4(DSpark):
             streams_NKnH = layer(streams_NKnH, turn, source)
         return self.hc_head(streams_NKnH[:, -self.config.gamma :])
 
-    def rows(self, inputs: BlockInputs) -> DraftRows:
+    def rows(self, inputs: BlockInputs) -> DSparkRows:
+        """The confidence head reads hidden states before the norm."""
         rows = super().rows(inputs)
-        return replace(rows, hidden_NKH=self.norm(rows.hidden_NKH), confidence_NKH=rows.hidden_NKH)
+        return replace(rows, hidden_NKH=self.norm(rows.hidden_NKH))
 
     def context_latents(self, aux_TLD: Tensor, positions_T: Tensor) -> Tensor:
         """Latents of committed tokens of every layer, [L, T, E]; packed, all layers' projections are one product."""

@@ -7,8 +7,9 @@
 Backbone, context features and block layouts are DFlash's. The correction is a sequential head (drafters/chain.py), so
 the distributions that tokens are drawn from are the ones that verification is given.
 
-Training: the parallel logits have a loss of their own, whose weight falls to 0 (`objective.base`, training/loss.py).
-With the corrected logits alone, the head learns from the true prefix what the backbone then need not know.
+Training: (1 - b) L(softmax(U + W_2 l)) + b L(softmax(U)), L the loss of DFlash, b falling to 0 (`objective.base`,
+`DraftRows.loss` in drafters/base.py). With the corrected logits alone, the head learns from the true prefix what the
+backbone then need not know.
 
 Source: Domino, arXiv 2605.29707; parameter names, the uncorrected first draft and the form of the head as in SpecForge,
 whose Domino is by the paper's authors. W_2 starts at zero: training begins with the parallel drafter, uncorrected.
@@ -104,9 +105,8 @@ class Domino(DFlash):
         return torch.cat((torch.zeros_like(latent_NKr[:, :plain]), latent_NKr[:, plain:]), dim=1)
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
-        rows = super().rows(inputs)
-        latent_NKr = self.unroll(inputs.embed(inputs.previous_NK), rows.hidden_NKH)
-        return replace(rows, latent_NKr=latent_NKr, w2_Vr=self.correction)
+        hidden_NKH = super().rows(inputs).hidden_NKH
+        return DraftRows(hidden_NKH, self.unroll(inputs.embed(inputs.previous_NK), hidden_NKH), self.correction)
 
     @staticmethod
     def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> BlockDrafter:

@@ -17,14 +17,14 @@ the vocabulary, so verification stays lossless.
 `conv_kernel_size` and `conv_group_size` put DFlash 2's convolutions around the sublayers of the backbone.
 
 Source: LiLiCorr, arXiv 2608.20530, as NVIDIA's Model Optimizer trains it and vLLM and SGLang serve it, whose parameter
-names these are but for `attn.in_proj` (below). The loss is in training/loss.py.
+names these are but for `attn.in_proj` (below).
 Shapes: N blocks, R requests, A those that draw, K positions, c candidates, M = K c lattice rows, H draft hidden,
 h head hidden, Q attention heads, d length of the vectors that are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar
@@ -44,12 +44,35 @@ from outrider.drafters.config import Count
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig, DraftLayer
 from outrider.drafters.dflash2 import ConvolvedLayer, check_convolution
 from outrider.drafters.draft import Draft
+from outrider.drafters.fused_loss import DraftLogits, HeadProducts, Supervision, logit_chunks
 from outrider.drafters.layers import DraftSession
+from outrider.drafters.loss import DraftLoss, ObjectiveConfig
 from outrider.target.linear import Packable
 from outrider.target.model import Target
+from outrider.utils.documents import Section
 
 FEATURES = 5  # of f_ki
 _INITIAL_STD = 0.02
+
+
+class LatticeTerms(Section):
+    """Weights of the terms of the lattice's scores."""
+
+    ce: float = Field(0.25, ge=0)
+    """Weight of the cross-entropy among the candidates."""
+    margin: float = Field(0.0, ge=0)
+    """Weight of the hinge between the true candidate's score and the best other one's."""
+    margin_width: float = Field(2.0, gt=0)
+    """By how much the true one's must be larger."""
+    penalty: float = Field(0.25, ge=0)
+    """Weight of the expected gap of the target's logits between the true candidate and the one that is drafted."""
+
+
+class LiLiCorrObjective(ObjectiveConfig):
+    """Terms of the parallel logits, and of the lattice's scores beside them."""
+
+    lattice: LatticeTerms = LatticeTerms()
+    """Of LiLiCorr drafters: what their scores are trained by, beside the terms above of the parallel logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +80,7 @@ class LiLiCorrConfig(DFlashConfig):
     """DFlash's fields and those of the head; defaults are those of Model Optimizer's recipe but for the widths."""
 
     algorithm: ClassVar[str] = "lilicorr"
+    objective: ClassVar[type[ObjectiveConfig]] = LiLiCorrObjective
 
     block_size: Annotated[int, Field(ge=2, description="Rows of a block, the anchor included.")] = 8
     conv_kernel_size: Annotated[int, Field(ge=0, description="Rows that the causal convolution sees; 0: none.")] = 0
@@ -255,6 +279,150 @@ class LatticeRows(Rows):
         return self.tokens_RKc[active, k]
 
 
+# ----------------------------------------------------------------------------
+# The loss.
+#
+#     q_k = softmax(s_k), s_k the scores of the steps from the true x_{k-1} to C_k
+#     L_k = ce (-log q_k(x_k)) + margin [m - s_k(x_k) + max_{j != x_k} s_k(j)]_+
+#           + penalty sum_j q_k(j) [t_k(x_k) - t_k(j)]_+                                     t_k: the target's logits
+#
+# The penalty costs little where the target finds the other candidate likely, too. Position k counts while x_1 .. x_k
+# are all candidates; otherwise no draft gets there along the text, and the acceptance after it is 0. The parallel
+# logits have DFlash's loss beside this one, with the same position weights.
+#
+# Source: LiLiCorr, arXiv 2608.20530, in NVIDIA's Model Optimizer, which has no position weights here, divides by the
+# number of positions that count, and leaves out blocks that reach beyond the response.
+# Shapes: N blocks, K positions, J = K - 1, M = N K, c candidates.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatticeTrainingRows(DraftRows):
+    """The parallel logits, and the head that scores the steps between their `count` likeliest tokens.
+
+    `lattice`: (the candidates' ids in the target's vocabulary, the likeliest first, and the logarithms of their
+    probabilities, [N, K, c]) -> s_1 [N, c] and s_k [N, K - 1, c, c], as `LatticeHead` gives them.
+    """
+
+    lattice: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    count: int
+
+    def loss(self, given: Supervision) -> DraftLoss:
+        """L(softmax(U)) + sum_i w_i L_i / sum_i w_i; acceptance and agreement are those of the lattice."""
+        assert isinstance(given.config, LiLiCorrObjective)
+        parallel, view = super().loss(given), given.view
+        indices_NKc, log_probs_NKc = candidate_log_probs(
+            self.hidden_NKH.float(), given.head, view.argmax_N.clamp(min=0), count=self.count
+        )
+        log_targets_NKc = view.log_probs(given.head, indices_NKc)
+        with torch.autocast(indices_NKc.device.type, torch.bfloat16, enabled=given.head.dtype == torch.bfloat16):
+            scores = self.lattice(given.draft_ids_Vd[indices_NKc], log_probs_NKc)
+        labels_NK = torch.where(given.supervised_NK, view.labels_N, -1)
+        loss, acceptance_NK, agreement_NK = lattice_loss(
+            scores,
+            indices_NKc == labels_NK[..., None],
+            log_targets_NKc,
+            config=given.config.lattice,
+            weights_NK=given.weights_NK / given.total_weight,
+            is_argmax_NKc=indices_NKc == view.argmax_N[..., None],
+        )
+        return DraftLoss(parallel.loss + loss, given.of(acceptance_NK), given.of(agreement_NK).float())
+
+    @torch.no_grad()
+    def drafted_labels(self, given: Supervision) -> tuple[Tensor, Tensor]:
+        """Whether the label is the likeliest candidate after the label before it stands for both."""
+        likeliest = replace(given, view=replace(given.view, argmax_N=given.view.labels_N))
+        agreement_M = self.loss(likeliest).agreement_N
+        return agreement_M, agreement_M
+
+
+class _LogProbs(torch.autograd.Function):
+    """log p [M, c] of candidates. d log p_i / dh = W[v_i] - E_p W, of which the forward brings E_p W [M, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_MH: Tensor, head: HeadProducts, indices_Mc: Tensor, lse_M: Tensor, mean_MH: Tensor
+    ) -> Tensor:
+        ctx.head = head
+        ctx.save_for_backward(indices_Mc, mean_MH)
+        return head.logits_at(hidden_MH, indices_Mc) - lse_M[:, None]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        indices_Mc, mean_MH = ctx.saved_tensors
+        towards_MH = ctx.head.pull_back_at(grads[0], indices_Mc) - grads[0].sum(-1, keepdim=True) * mean_MH
+        return towards_MH, None, None, None, None
+
+
+def candidate_log_probs(hidden_NKH: Tensor, head: HeadProducts, near_NK: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens of softmax(W_d h), likeliest first, and the logarithms of their probabilities.
+
+    These are differentiable, towards the whole softmax; the choice is not.
+
+    Args:
+        near_NK: tokens with a logit near the largest, which is taken from the others before they are rounded.
+    """
+    hidden_MH, near_M = hidden_NKH.flatten(0, 1), near_NK.flatten()
+    needs_grad = torch.is_grad_enabled() and hidden_MH.requires_grad
+    chosen, sums, means = [], [], []
+    with torch.no_grad():
+        for part, z in logit_chunks(DraftLogits(hidden_MH), head, near_M):
+            rows_CH = hidden_MH[part]
+            indices_Cc = z.topk(count, dim=-1).indices
+            order_Cc = torch.sort(head.logits_at(rows_CH, indices_Cc), stable=True, descending=True).indices
+            chosen.append(indices_Cc.gather(-1, order_Cc))
+            wide = z.to(rows_CH.dtype)
+            sums.append(wide.logsumexp(-1) + head.at(rows_CH, near_M[part]).to(head.dtype).to(wide.dtype))
+            if needs_grad:
+                means.append(head.pull_back(wide.softmax(-1).to(head.dtype)).to(wide.dtype))
+        indices_Mc, lse_M = torch.cat(chosen), torch.cat(sums)
+        mean_MH = torch.cat(means) if needs_grad else lse_M
+    log_probs_Mc = _LogProbs.apply(hidden_MH, head, indices_Mc, lse_M, mean_MH)
+    shape = (*near_NK.shape, count)
+    return indices_Mc.view(shape), log_probs_Mc.view(shape)
+
+
+def lattice_loss(
+    scores: tuple[Tensor, Tensor],
+    true_NKc: Tensor,
+    log_targets_NKc: Tensor,
+    *,
+    config: LatticeTerms,
+    weights_NK: Tensor,
+    is_argmax_NKc: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """sum_i w_i L_i, and acceptance and agreement per position [N, K], detached.
+
+    Args:
+        scores: of the first position [N, c], and of each later one by the candidate before and its own [N, J, c, c].
+        true_NKc: which candidate is the response's token, none where it is not among them or not supervised.
+        log_targets_NKc: log p_t of the candidates.
+        weights_NK: w_i, 0 where not supervised.
+        is_argmax_NKc: which candidate is the target's likeliest token.
+    """
+    start_Nc, pairs_NJcc = scores
+    found_NK, place_NK = true_NKc.any(-1), true_NKc.int().argmax(-1)
+    through_NK = found_NK.cumprod(-1).bool()
+    reached_NK = torch.cat((torch.ones_like(found_NK[:, :1]), through_NK[:, :-1]), dim=1)
+    from_N1c = place_NK[:, :-1, None, None].expand(-1, -1, 1, start_Nc.shape[-1])
+    steps_NKc = torch.cat((start_Nc[:, None], pairs_NJcc.gather(2, from_N1c)[:, :, 0]), dim=1)
+    log_q_NKc = steps_NKc.log_softmax(-1)
+    loss_NK = -config.ce * log_q_NKc.gather(-1, place_NK[..., None])[..., 0]
+    if config.margin and steps_NKc.shape[-1] > 1:
+        best_NK = steps_NKc.masked_fill(true_NKc, -torch.inf).amax(-1)
+        gap_NK = steps_NKc.gather(-1, place_NK[..., None])[..., 0] - best_NK
+        loss_NK = loss_NK + config.margin * F.relu(config.margin_width - gap_NK)
+    if config.penalty:
+        true_NK1 = log_targets_NKc.gather(-1, place_NK[..., None])
+        loss_NK = loss_NK + config.penalty * (log_q_NKc.exp() * F.relu(true_NK1 - log_targets_NKc)).sum(-1)
+    total = torch.where(through_NK, weights_NK * loss_NK, 0.0).sum()
+    with torch.no_grad():
+        distance_NK = 2 * (log_q_NKc.exp() - log_targets_NKc.exp()).clamp(min=0).sum(-1)
+        acceptance_NK = (1 - distance_NK / 2).clamp(0, 1) * reached_NK
+        agreement_NK = is_argmax_NKc.gather(-1, log_q_NKc.argmax(-1, keepdim=True))[..., 0] & reached_NK
+    return total, acceptance_NK, agreement_NK
+
+
 class LiLiCorr(DFlash):
     """The backbone, with or without convolutions, and the head."""
 
@@ -269,15 +437,15 @@ class LiLiCorr(DFlash):
     def make_layer(config: LiLiCorrConfig, index: int) -> DraftLayer:
         return ConvolvedLayer(config, index) if config.conv_kernel_size else DraftLayer(config, index)
 
-    def rows(self, inputs: BlockInputs) -> DraftRows:
-        rows, aux_SLD = super().rows(inputs), inputs.aux_SLD
+    def rows(self, inputs: BlockInputs) -> LatticeTrainingRows:
+        aux_SLD, hidden_NKH = inputs.aux_SLD, super().rows(inputs).hidden_NKH
         before_NLD = inputs.layout.before_anchors(aux_SLD.flatten(1)).unflatten(1, aux_SLD.shape[1:])
         context_NH = self.context(before_NLD)
 
         def lattice(tokens_NKc: Tensor, log_probs_NKc: Tensor) -> tuple[Tensor, Tensor]:
-            return self.lilicorr(inputs.embed(tokens_NKc), log_probs_NKc, rows.hidden_NKH, context_NH)
+            return self.lilicorr(inputs.embed(tokens_NKc), log_probs_NKc, hidden_NKH, context_NH)
 
-        return replace(rows, candidates=self.config.lilicorr_candidate_topk, lattice=lattice)
+        return LatticeTrainingRows(hidden_NKH, lattice=lattice, count=self.config.lilicorr_candidate_topk)
 
     @staticmethod
     def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> LiLiCorrDrafter:

@@ -31,11 +31,8 @@ from typing import Annotated, Any
 import httpx
 import torch
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
@@ -49,24 +46,11 @@ from outrider.data.responses import Failure, Reply, ResponseFile
 from outrider.data.sources import prompts_label
 from outrider.sampling import SamplingParams, rows_at_once, warp
 from outrider.target.model import Target
+from outrider.utils.documents import Section
 from outrider.utils.measure import dtype_name
 
 _WINDOW = 8  # batches whose prompts are sorted together: less padding, still a fair sample of the whole
 _COMPACT_BELOW = 0.75  # drop finished sequences once fewer than this share of the batch is alive
-
-
-class Section(BaseModel):
-    """A section of a recipe: unknown fields are refused; a field's docstring is its description in the JSON schema."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        kind = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and kind in (int, float, int | None, float | None):
-            raise ValueError(f"{value} is no number")
-        return value
 
 
 class PromptSource(Section):
@@ -88,9 +72,9 @@ Temperature = Annotated[float, Field(ge=0, strict=True)]
 class DataSection(Section):
     """A recipe's `data`: the prompts, how they are answered, and by whom."""
 
-    prompts: list[PromptSource] = []
+    prompts: list[PromptSource] = Field([])
     """Where prompts come from; none: `responses` exists and is used as it is."""
-    not_in: list[str] = []
+    not_in: list[str] = Field([])
     """Sets to measure with (gsm8k, humaneval, a JSONL file): prompts that share 13 words in a row with one of their
     prompts are dropped."""
     directory: str | None = None
@@ -115,7 +99,7 @@ class DataSection(Section):
     """Stop regenerating after this long and train on what there is; null: no limit."""
     held_out: int = Field(32, ge=1)
     """Conversations kept for the held-out metrics."""
-    base_urls: list[str] = []
+    base_urls: list[str] = Field([])
     """OpenAI-compatible servers that serve the target; none: decode here."""
     served_model: str | None = None
     """The target's name there; null: the one the servers list."""

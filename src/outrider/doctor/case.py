@@ -23,8 +23,7 @@ from outrider.drafters.layers import BlockLayout
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import Features, FeatureSource
-from outrider.training.loss import BlockObjective, scatter
-from outrider.training.recipe import ObjectiveConfig
+from outrider.training.objective import BlockObjective, scatter
 from outrider.training.watch import survival
 from outrider.utils.files import read_weights
 
@@ -211,7 +210,7 @@ class Probe:
 
     def _new_objective(self, variant: Variant) -> BlockObjective:
         ids_Vd = self.draft_ids_Vd if variant.draft_ids_Vd is None else variant.draft_ids_Vd
-        found = BlockObjective(self.target, ids_Vd.to(self.target.device), ObjectiveConfig())
+        found = BlockObjective(self.target, ids_Vd.to(self.target.device), self.drafter.config.objective())
         head_VH, embedding_VH = self.weights.head_VdH, self.weights.embedding_VH
         if head_VH is not None and head_VH.dim() == 2:
             found.head_VH = head_VH.to(self.target.device)

@@ -40,9 +40,9 @@ from outrider.doctor.case import Probe, Variant
 from outrider.doctor.drafter import COMMON_THETAS, plausible_masks, target_rope
 from outrider.drafters.base import DrafterWeights, DraftModule
 from outrider.drafters.dflash import DFlash, DraftLayer
+from outrider.drafters.fused_loss import HeadProducts
 from outrider.drafters.layers import Attention, Rope
 from outrider.target.model import Target
-from outrider.training.loss import HeadProducts
 
 Floats = NDArray[np.float64]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from outrider.drafters.config import DrafterConfig
 from outrider.drafters.draft import Draft, TreeSize
+from outrider.drafters.fused_loss import DraftLogits, Supervision, fused_loss, label_probabilities
 from outrider.drafters.heads import (
     UNSCALED,
     ChainHeads,
@@ -30,6 +31,7 @@ from outrider.drafters.heads import (
     VanillaMarkov,
 )
 from outrider.drafters.layers import BlockLayout, RopeTables
+from outrider.drafters.loss import DraftLoss
 from outrider.sampling import Constraint, PositionNoise, RandomSource, SamplingParams, SeenTokens, constrained
 from outrider.target.linear import Packable, PackedLinear, pack
 from outrider.target.model import DecodingTarget, Target
@@ -454,7 +456,7 @@ def check_fits(config: Any, target: DecodingTarget, final: bool = False) -> None
 # ----------------------------------------------------------------------------
 # The trainable module of a drafter.
 #
-#     recipe --> config --> DraftModule --rows--> objective        (training)
+#     recipe --> config --> DraftModule --rows--> DraftRows.loss   (training)
 #                           DrafterWeights --serve--> Drafter      (decoding)
 #
 # Training knows a drafter by `DraftModule` alone, decoding by `Drafter` alone, checkpoints by the fields of `config`
@@ -493,32 +495,50 @@ class BlockInputs:
 
 @dataclass(frozen=True)
 class DraftRows:
-    """What the objective reads: draft logits are head(hidden) + w2 latent.
+    """Output of a training forward, draft logits z = W_d h + W2 l at every position, and what they are trained by.
 
-    With `candidates` they are so for the likeliest tokens of head(hidden) only, that many, and no other can be drafted;
-    head(hidden) is then trained beside them, so that the right ones are among them. With a `lattice` its scores alone
-    are the draft logits of the candidates.
+    A method that is trained by something else returns a subclass with tensors of its own and its own `loss`.
 
     Attributes:
-        hidden_NKH: normed hidden states; row (n, k) predicts x_k and may depend on previous_NK[n, :k+1] only.
-        latent_NKr, w2_Vr: a sequential head's latents and its output matrix [Vd, r]; None without one.
-        embedding_NKr: what `confidence` reads beside the hidden state; None if nothing.
-        confidence: (hidden [M, H], embedding [M, r] or None) -> logits of c [M], asked of supervised rows, in float32.
-        confidence_NKH: hidden states that `confidence` reads instead; None: `hidden_NKH`.
-        candidates: how many tokens of the draft vocabulary can be drafted at a position; None: all of them.
-        lattice: (the candidates' ids in the target's vocabulary, the likeliest first, and the logarithms of their
-            probabilities, [N, K, c]) -> draft logits of the first position [N, c], and of each later one by the
-            candidate before and its own [N, K - 1, c, c]; None: candidates are rescored by latents and w2.
+        hidden_NKH: normed hidden states h; row (n, k) predicts x_k and may depend on previous_NK[n, :k+1] only.
+        latent_NKr, w2_Vr: latents l of a sequential head and its output matrix [Vd, r]; None without one.
     """
 
     hidden_NKH: Tensor
     latent_NKr: Tensor | None = None
     w2_Vr: Tensor | None = None
-    embedding_NKr: Tensor | None = None
-    confidence: Callable[[Tensor, Tensor | None], Tensor] | None = None
-    confidence_NKH: Tensor | None = None
-    candidates: int | None = None
-    lattice: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def logits(self, given: Supervision) -> DraftLogits:
+        """The factors of z at the supervised positions."""
+        latent_Mr = None if self.latent_NKr is None else given.wide(self.latent_NKr)
+        return DraftLogits(given.wide(self.hidden_NKH), latent_Mr, self.w2_Vr)
+
+    def loss(self, given: Supervision) -> DraftLoss:
+        """sum_i w_i [ce CE_i + l1 ||p_d - p_t||_1 + kl KL(p_t || p_d)] / sum_i w_i of p_d = softmax(z).
+
+        With a base share b (Domino's curriculum): (1 - b) of that and b of it for softmax(W_d h), without the
+        sequential head's correction. Called with autocast off; acceptance and agreement are p_d's.
+        """
+        logits = self.logits(given)
+        share = 0.0 if logits.latent_Nr is None else given.base_share
+        drafts = fused_loss(logits, given.head, given.target, terms=given.terms(1 - share))
+        if not share:
+            return DraftLoss(*drafts[:3])
+        parallel = fused_loss(DraftLogits(logits.hidden_NH), given.head, given.target, terms=given.terms(share))
+        return DraftLoss(drafts.loss + parallel.loss, drafts.acceptance_N, drafts.agreement_N)
+
+    def label_probabilities(self, given: Supervision) -> tuple[Tensor, Tensor]:
+        """p_d of the label at each supervised position, and whether it is the likeliest token; no gradients.
+
+        D-PACE takes its weights from the first.
+        """
+        return label_probabilities(self.logits(given), given.head, given.target.labels_N)
+
+    def drafted_labels(self, given: Supervision) -> tuple[Tensor, Tensor]:
+        """The same of what is drawn in serving, given the response's tokens before: `label_probabilities`, unless a
+        method draws from other distributions.
+        """
+        return self.label_probabilities(given)
 
 
 M = TypeVar("M", bound="DraftModule")

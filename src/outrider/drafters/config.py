@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ge
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from outrider.drafters.loss import ObjectiveConfig
 from outrider.target.model import Target
 
 T = TypeVar("T")
@@ -63,12 +64,14 @@ class DrafterConfig:
 
     Attributes:
         algorithm: the method's name in recipes and in config.json.
+        objective: the section `objective` of its recipes, with the weights of its loss.
         hidden_size: of the drafter, which is the target's because the LM head is.
         target_layer_ids: aux layers, as layer outputs counted from 0.
         gamma: most draft tokens of one chain.
     """
 
     algorithm: ClassVar[str]
+    objective: ClassVar[type[ObjectiveConfig]] = ObjectiveConfig
 
     if TYPE_CHECKING:  # fields or properties of the subclasses; a property here would be taken for a field's default
 
@@ -109,7 +112,7 @@ class DrafterConfig:
 
     @classmethod
     def default_objective(cls, chosen: Mapping[str, Any]) -> dict[str, float]:
-        """The fields of a recipe's `objective` (training/recipe.py) that have another default for this method.
+        """The fields of a recipe's `objective` (drafters/loss.py) that have another default for this method.
 
         Args:
             chosen: fields that the recipe sets of the config.

@@ -18,7 +18,7 @@ Shapes: N blocks, K rows a block, S context slots, H draft hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -31,7 +31,9 @@ from outrider.drafters.chain import BlockRows, sample_rows
 from outrider.drafters.config import Count
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig, DraftLayer
 from outrider.drafters.draft import Draft
+from outrider.drafters.fused_loss import DraftLogits, Supervision, fused_loss, logit_chunks
 from outrider.drafters.layers import KeySource, Rope
+from outrider.drafters.loss import DraftLoss, reference_loss
 from outrider.target.model import Target
 
 # ----------------------------------------------------------------------------
@@ -216,6 +218,59 @@ def convolved(conv: GroupedDynamicConv, x_NKH: Tensor, sublayer: Callable[[Tenso
     return conv.behind(sublayer(y_NKH), dynamic_NKOG)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SelectorRows(DraftRows):
+    """The parallel logits, and what the selector rescores their `count` likeliest tokens with.
+
+    `correction_NKr`: A[x_{k-1}] * P h_k; `codebook_Vr`: B.
+    """
+
+    correction_NKr: Tensor
+    codebook_Vr: Tensor
+    count: int
+
+    def loss(self, given: Supervision) -> DraftLoss:
+        """L(softmax(U)) + L(softmax(s) over C_k), L the sum_i w_i [ce CE_i + l1 ||p_d - p_t||_1] / sum_i w_i.
+
+        C_k is a choice and has no gradient; s has, towards U too. Acceptance and agreement are those of the latter.
+
+        Raises:
+            ValueError: a KL term; it would be infinite, for candidates leave tokens out that the target may choose.
+        """
+        if given.config.kl:
+            raise ValueError(f"objective.kl is {given.config.kl}: drafters that draw among candidates need 0.")
+        logits, target = self.logits(given), given.target
+        parallel = fused_loss(logits, given.head, target, terms=given.terms(), top=self.count)
+        among = reference_loss(
+            self.scores(given, logits, parallel.top_Nc).log_softmax(-1),
+            target.log_probs(given.head, parallel.top_Nc),
+            labels=_place(target.labels_N, parallel.top_Nc),
+            argmax=_place(target.argmax_N, parallel.top_Nc),
+            terms=given.terms(),
+        )
+        return among._replace(loss=parallel.loss + among.loss)
+
+    def scores(self, given: Supervision, logits: DraftLogits, indices_Mc: Tensor) -> Tensor:
+        """s [M, c] of the candidates at the supervised positions."""
+        unary_Mc = given.head.logits_at(logits.hidden_NH, indices_Mc)
+        return candidate_scores(unary_Mc, self.codebook_Vr[indices_Mc], given.wide(self.correction_NKr))
+
+    @torch.no_grad()
+    def label_probabilities(self, given: Supervision) -> tuple[Tensor, Tensor]:
+        logits, labels_M = self.logits(given), given.target.labels_N
+        chunks = logit_chunks(logits, given.head, near_N=labels_M.clamp(min=0))
+        indices_Mc = torch.cat([z.topk(self.count, dim=-1).indices for _, z in chunks])
+        scores_Mc, place_M = self.scores(given, logits, indices_Mc), _place(labels_M, indices_Mc)
+        probability_M = scores_Mc.softmax(-1).gather(-1, place_M.clamp(min=0)[:, None])[:, 0]
+        return probability_M * (place_M >= 0), scores_Mc.argmax(-1) == place_M
+
+
+def _place(tokens_M: Tensor, indices_Mc: Tensor) -> Tensor:
+    """Which candidate each token is; -1: none."""
+    is_token_Mc = indices_Mc == tokens_M[:, None]
+    return torch.where(is_token_Mc.any(-1), is_token_Mc.int().argmax(-1), -1)
+
+
 class DFlash2(DFlash):
     """The convolved backbone with its selector."""
 
@@ -232,13 +287,13 @@ class DFlash2(DFlash):
     def make_layer(config: Any, index: int) -> DraftLayer:
         return ConvolvedLayer(config, index)
 
-    def rows(self, inputs: BlockInputs) -> DraftRows:
-        rows, selector = super().rows(inputs), self.candidate_selector
-        return replace(
-            rows,
-            latent_NKr=selector.latent(inputs.previous_NK, rows.hidden_NKH),
-            w2_Vr=selector.successor_codebook,
-            candidates=self.config.selector_top_k,
+    def rows(self, inputs: BlockInputs) -> SelectorRows:
+        hidden_NKH, selector = super().rows(inputs).hidden_NKH, self.candidate_selector
+        return SelectorRows(
+            hidden_NKH,
+            correction_NKr=selector.latent(inputs.previous_NK, hidden_NKH),
+            codebook_Vr=selector.successor_codebook,
+            count=self.config.selector_top_k,
         )
 
     @staticmethod

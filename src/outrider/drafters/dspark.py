@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
+from torch import Tensor
 
 from outrider.drafters.base import BlockInputs, DraftRows
 from outrider.drafters.dflash import DFlash, DFlashConfig
+from outrider.drafters.fused_loss import Supervision
 from outrider.drafters.heads import ConfidenceHead, VanillaMarkov, build_sequential_head
+from outrider.drafters.loss import DraftLoss, confidence_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,35 @@ class DSparkConfig(DFlashConfig):
         return [("sequential head", kind), ("confidence head", "yes" if self.enable_confidence_head else "no")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DSparkRows(DraftRows):
+    """Draft logits with the sequential head's correction, and what the confidence head reads.
+
+    Attributes:
+        confidence: the head; None: there is none.
+        read_NKH: the hidden states that it reads.
+        embedding_NKr: W1[x_{k-1}], which it may read, too; None without a sequential head.
+    """
+
+    confidence: ConfidenceHead | None
+    read_NKH: Tensor
+    embedding_NKr: Tensor | None = None
+
+    def loss(self, given: Supervision) -> DraftLoss:
+        """sum_i w_i [ce CE_i + l1 ||p_d - p_t||_1 + kl KL(p_t || p_d) + confidence BCE(c_i, a_i)] / sum_i w_i,
+        a_i = 1 - ||p_d - p_t||_1 / 2; `confidence_gradient: false` stops the last term's gradient at the head.
+        """
+        drafts = super().loss(given)
+        if self.confidence is None:
+            return drafts
+        read_MH = given.wide(self.read_NKH)
+        embedding_Mr = None if self.embedding_NKr is None else given.wide(self.embedding_NKr)
+        if not given.config.confidence_gradient:
+            read_MH, embedding_Mr = read_MH.detach(), None if embedding_Mr is None else embedding_Mr.detach()
+        bce_M = confidence_loss(self.confidence(read_MH, embedding_Mr), drafts.acceptance_N)
+        return drafts._replace(loss=drafts.loss + given.config.confidence * (given.weights_M * bce_M).sum())
+
+
 class DSpark(DFlash):
     """The backbone with its two heads."""
 
@@ -88,10 +120,11 @@ class DSpark(DFlash):
     def chain_heads(self) -> tuple[VanillaMarkov | None, ConfidenceHead | None]:
         return self.markov_head, self.confidence_head
 
-    def rows(self, inputs: BlockInputs) -> DraftRows:
-        rows = replace(super().rows(inputs), confidence=self.confidence_head)
+    def rows(self, inputs: BlockInputs) -> DSparkRows:
+        hidden_NKH = super().rows(inputs).hidden_NKH
+        rows = DSparkRows(hidden_NKH, confidence=self.confidence_head, read_NKH=hidden_NKH)
         if self.markov_head is None:
             return rows
-        latent_NKr, embedding_NKr = self.markov_head.unroll(inputs.previous_NK, rows.hidden_NKH)
+        latent_NKr, embedding_NKr = self.markov_head.unroll(inputs.previous_NK, hidden_NKH)
         w2_Vr = self.markov_head.markov_w2.weight
         return replace(rows, latent_NKr=latent_NKr, w2_Vr=w2_Vr, embedding_NKr=embedding_NKr)

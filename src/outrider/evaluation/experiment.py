@@ -23,9 +23,9 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from outrider.data.regenerate import Section
 from outrider.data.sources import find_prompts
 from outrider.training.recipe import Recipe, load_recipe, read_fields
+from outrider.utils.documents import Section
 from outrider.utils.packaged import packaged
 
 Option = str | int | float | bool | list[str]

@@ -29,10 +29,11 @@ from torch.utils.checkpoint import checkpoint
 
 from outrider.drafters.base import DraftModule
 from outrider.drafters.layers import Compilation, compiled
+from outrider.drafters.loss import DraftLoss
 from outrider.target.hf import text_decoder
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch
-from outrider.training.loss import BlockObjective, ObjectiveOutput
+from outrider.training.objective import BlockObjective
 from outrider.training.recipe import Recipe
 from outrider.utils.distributed import Ranks, full_tensor
 from outrider.utils.measure import usable_device
@@ -46,7 +47,7 @@ class _Forward(nn.Module):
         self.drafter = drafter
         self.objective = objective
 
-    def forward(self, batch: BlockBatch, total_weight: Tensor, progress: float) -> ObjectiveOutput:
+    def forward(self, batch: BlockBatch, total_weight: Tensor, progress: float) -> DraftLoss:
         return self.objective(self.drafter, batch, total_weight, progress=progress)
 
 
@@ -110,7 +111,7 @@ class ParallelStep:
         if recipe.optimizer.checkpoint_activations:
             for layer in draft_layers(drafter):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        self.forward: Callable[..., ObjectiveOutput] = partial(objective, drafter)
+        self.forward: Callable[..., DraftLoss] = partial(objective, drafter)
         if ranks.grouped and recipe.parallel == "fsdp":
             gathered = torch.bfloat16 if recipe.precision == "bfloat16" else None
             self.forward = _shard(_Forward(drafter, objective), gathered)
@@ -121,7 +122,7 @@ class ParallelStep:
 
     def backward(
         self, batch: BlockBatch, total_weight: Tensor, last: bool, counts: bool = True, *, progress: float = 1.0
-    ) -> ObjectiveOutput:
+    ) -> DraftLoss:
         """Forward and backward of one micro-batch.
 
         Args:

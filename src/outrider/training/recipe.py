@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
-import torch
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -28,9 +26,10 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from outrider.checkpoints.registry import method_of, methods
-from outrider.data.regenerate import DataSection, Section
+from outrider.data.regenerate import DataSection
 from outrider.drafters.config import DrafterSection
-from outrider.utils.documents import parse_yaml, read_yaml
+from outrider.drafters.loss import ObjectiveConfig
+from outrider.utils.documents import Section, parse_yaml, read_yaml
 from outrider.utils.files import invalid_fields
 from outrider.utils.packaged import packaged
 
@@ -61,68 +60,6 @@ def _drafter_section(value: object) -> object:
 def _refusal(field: str, value: object, reason: str) -> ValidationError:
     error = PydanticCustomError("drafter", "{reason}", {"reason": reason})
     return ValidationError.from_exception_data("drafter", [InitErrorDetails(type=error, loc=(field,), input=value)])
-
-
-class LatticeTerms(Section):
-    """Weights of the terms of a lattice's scores, of LiLiCorr drafters alone (training/loss.py)."""
-
-    ce: float = Field(0.25, ge=0)
-    """Weight of the cross-entropy among the candidates."""
-    margin: float = Field(0.0, ge=0)
-    """Weight of the hinge between the true candidate's score and the best other one's."""
-    margin_width: float = Field(2.0, gt=0)
-    """By how much the true one's must be larger."""
-    penalty: float = Field(0.25, ge=0)
-    """Weight of the expected gap of the target's logits between the true candidate and the one that is drafted."""
-
-
-class ObjectiveConfig(Section):
-    """Weights of the terms of the loss, and of draft positions in all of them (training/loss.py).
-
-    The defaults are DSpark's (arXiv 2607.05147). A recipe has those of its drafter's method (`default_objective` of its
-    config): DFlash and what is built on it are trained by cross-entropy alone.
-    """
-
-    ce: float = Field(0.1, ge=0)
-    """Weight of the cross-entropy with the response's tokens."""
-    l1: float = Field(0.9, ge=0)
-    """Weight of the 1-norm ||p_d - p_t||_1, DeepSpec's l1_loss_alpha."""
-    kl: float = Field(0.0, ge=0)
-    """Weight of the KL divergence of p_t from p_d, as in distillation; 1 for JetSpec."""
-    confidence: float = Field(1.0, ge=0)
-    """Weight of the confidence head's loss; 0 for drafters without one."""
-    confidence_gradient: bool = True
-    """Whether that loss also trains what its head reads, the draft layers and the sequential head; false: only it."""
-    decay: float = Field(4.0, gt=0, allow_inf_nan=True)
-    """Positions after which a draft position's weight has fallen to 1/e."""
-    dpace: float | None = Field(None, gt=0, le=1)
-    """D-PACE: position weights that follow from the drafter's own probabilities of the response, each raised to at
-    least this much (0.5 in the paper), in place of weights that decay; null: none."""
-    base: float = Field(0.0, ge=0, le=1)
-    """Share of the loss that the parallel logits have alone at the first step, beside those that a sequential head
-    corrects; it falls linearly to 0. 1 for Domino."""
-    base_fraction: float = Field(1.0, gt=0, le=1)
-    """Part of the steps after which that share is 0."""
-    lattice: LatticeTerms = LatticeTerms()
-    """Of LiLiCorr drafters: what their scores are trained by, beside the terms above of the parallel logits."""
-
-    def position_weights(self, gamma: int, device: torch.device) -> torch.Tensor:
-        """w_k = exp(-(k - 1) / decay) for k = 1..gamma; with `dpace` ones, which each block's own weights multiply."""
-        decay = math.inf if self.dpace is not None else self.decay
-        return torch.exp(-torch.arange(gamma, device=device, dtype=torch.float32) / decay)
-
-    def base_share(self, progress: float) -> float:
-        """The parallel logits' share of the loss; `progress`: the part of the steps that are done."""
-        return self.base * max(0.0, 1 - progress / self.base_fraction)
-
-    @model_serializer(mode="wrap")
-    def _omit_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As in `OptimizerSection`: what a recipe does not set changes no digest."""
-        written: dict[str, Any] = handler(self)
-        added = {"kl": 0.0, "confidence_gradient": True, "dpace": None, "base": 0.0, "base_fraction": 1.0}
-        if self.lattice == LatticeTerms():
-            written.pop("lattice", None)
-        return {name: value for name, value in written.items() if name not in added or value != added[name]}
 
 
 class OptimizerSection(Section):
@@ -250,7 +187,7 @@ class Recipe(Section):
         default_factory=method_of(_DEFAULT_METHOD).section
     )
     """Fields of the method's config (drafters/NAME.py); dspark where `algorithm` is left out."""
-    objective: ObjectiveConfig = Field(ObjectiveConfig(), validate_default=True)
+    objective: SerializeAsAny[ObjectiveConfig] = Field(ObjectiveConfig(), validate_default=True)
     """Weights of the terms of the loss; dflash, dflash2, lilicorr: ce 1, l1 0, confidence 0, a decay by block_size."""
     optimizer: OptimizerSection = OptimizerSection()
     """Steps, batches and learning rate."""
@@ -273,7 +210,7 @@ class Recipe(Section):
         section = info.data.get("drafter")  # None: it is not valid, which is told
         if section is None or not isinstance(value, Mapping):
             return value
-        return section.config.default_objective(section.chosen()) | dict(value)
+        return section.config.objective.model_validate(section.config.default_objective(section.chosen()) | dict(value))
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -388,7 +325,9 @@ def recipe_schema() -> dict[str, Any]:
     sections: Any = Union[tuple(method.section for method in methods())]  # noqa: UP007 - of a tuple
     section, meaning = method_of(_DEFAULT_METHOD).section, Recipe.model_fields["drafter"].description
     drafter = Field(default_factory=section, description=meaning)
-    model: Any = create_model("Recipe", __base__=Recipe, drafter=(sections, drafter))
+    kinds: Any = Union[tuple(dict.fromkeys(method.config.objective for method in methods()))]  # noqa: UP007
+    objective = Field(default=ObjectiveConfig(), description=Recipe.model_fields["objective"].description)
+    model: Any = create_model("Recipe", __base__=Recipe, drafter=(sections, drafter), objective=(kinds, objective))
     schema: dict[str, Any] = model.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
@@ -407,7 +346,7 @@ def recipe_fields() -> list[RecipeField]:
             found[alike] = field._replace(kind=names, default=_DEFAULT_METHOD)
     shared = len(methods())
     return [
-        field._replace(only="" if len(owners[alike]) == shared else ", ".join(owners[alike]))
+        field._replace(only="" if not field.only or len(owners[alike]) == shared else ", ".join(owners[alike]))
         for alike, field in found.items()
     ]
 

@@ -32,7 +32,7 @@ from outrider.drafters.config import draft_vocabulary
 from outrider.target.model import Target, outline_target
 from outrider.training.dataset import Dataset, choose_draft_ids, recipe_samples
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import BlockObjective, inverse_ids
+from outrider.training.objective import BlockObjective, inverse_ids
 from outrider.training.parallel import check_layers
 from outrider.training.recipe import Precision, Recipe
 from outrider.utils.distributed import ALONE, Ranks
@@ -151,7 +151,8 @@ def _check_agrees(recipe: Recipe, drafter: DraftModule, target: Target) -> None:
     if "algorithm" not in section.model_fields_set:
         # The recipe was read as one of the default method, and has that method's defaults of the loss.
         defaults = drafter.config.default_objective(section.chosen())
-        if unset := sorted(defaults.keys() - recipe.objective.model_fields_set):
+        unset = sorted(defaults.keys() - recipe.objective.model_fields_set)
+        if unset or not isinstance(recipe.objective, drafter.config.objective):
             raise ValueError(
                 f"start_from {recipe.start_from} is a {drafter.algorithm} drafter, whose loss has other defaults "
                 f"({', '.join(unset)}): set drafter.algorithm={drafter.algorithm} for them, or set these of objective."

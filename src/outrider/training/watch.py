@@ -24,7 +24,7 @@ from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import FeatureCache, Features
-from outrider.training.loss import BlockObjective, scatter
+from outrider.training.objective import BlockObjective, scatter
 from outrider.training.recipe import Recipe, WatchSection
 from outrider.training.setup import Run
 

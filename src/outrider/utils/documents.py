@@ -10,8 +10,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
 _DEEPEST = 100  # mappings and lists inside one another; ours have fewer than ten
 _MOST_YAML_VALUES = 1_000_000  # aliases counted each time: a few lines can mean more than fits into memory
+
+
+class Section(BaseModel):
+    """A section of a recipe or another document. Unknown fields are refused; a field's docstring is its description in
+    the JSON schema.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and kind in (int, float, int | None, float | None):
+            raise ValueError(f"{value} is no number")
+        return value
 
 
 def parse_json(text: str | bytes) -> Any:

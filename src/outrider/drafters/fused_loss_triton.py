@@ -1,4 +1,4 @@
-"""The row reduction of the training loss (`reduce_rows` in loss.py) as one Triton kernel: a program per row.
+"""The row reduction of the training loss (`reduce_rows`) as one Triton kernel: a program per row.
 
 Three passes over the vocabulary:
 
@@ -9,18 +9,18 @@ Three passes over the vocabulary:
 Nothing but [C] scalars is allocated; a chunk's rows stay in the GPU's L2 cache between passes. A gradient needs
 <p_d, b> of the whole row before its first entry, and b the sum of exp: fewer passes would mean another [C, Vd] buffer.
 
-Formulas: training/loss.py, whose `reduce_rows` is the reference; z is overwritten, t is not.
+Formulas: drafters/fused_loss.py, whose `reduce_rows` is the reference; z is overwritten, t is not.
 Shapes: C rows, V draft vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from outrider.training.loss import RowInputs, RowOutputs
 
 _BLOCK = 4096
 _WARPS = 8
@@ -125,9 +125,11 @@ def _rows(  # type: ignore[no-untyped-def]
 
 
 def reduce_rows_triton(
-    z_CV: Tensor, t_CV: Tensor, rows: RowInputs, softcap: float | None, needs_grad: bool
-) -> RowOutputs:
+    z_CV: Tensor, t_CV: Tensor, rows: Sequence[Tensor | None], softcap: float | None, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `reduce_rows`, for contiguous float32 or bfloat16 logits; t is left as it was."""
+    *_, l1_C, kl_C = rows
+    assert l1_C is not None
     C, V = z_CV.shape
     assert z_CV.is_contiguous() and t_CV.is_contiguous()
     ce, distance, kl = (torch.empty(C, dtype=torch.float32, device=z_CV.device) for _ in range(3))
@@ -135,7 +137,7 @@ def reduce_rows_triton(
     _rows[(C,)](
         z_CV,
         t_CV,
-        *((rows.l1_C if values is None else values).contiguous() for values in rows),
+        *((l1_C if values is None else values).contiguous() for values in rows),
         ce,
         distance,
         kl,
@@ -143,9 +145,9 @@ def reduce_rows_triton(
         V,
         softcap or 1.0,
         CAPPED=softcap is not None,
-        DIVERGENCE=rows.kl_C is not None,
+        DIVERGENCE=kl_C is not None,
         NEEDS_GRAD=needs_grad,
         BLOCK=min(_BLOCK, triton.next_power_of_2(V)),
         num_warps=_WARPS,
     )
-    return RowOutputs(ce, distance, kl, agreement_C=agreement.bool())
+    return ce, distance, kl, agreement.bool()
