@@ -205,7 +205,7 @@ class Recipe(Section):
     @field_validator("objective", mode="before")
     @classmethod
     def _objective_of_the_method(cls, value: object, info: ValidationInfo) -> object:
-        if isinstance(value, ObjectiveConfig):
+        if isinstance(value, BaseModel):
             value = {name: getattr(value, name) for name in value.model_fields_set}
         section = info.data.get("drafter")  # None: it is not valid, which is told
         if section is None or not isinstance(value, Mapping):
