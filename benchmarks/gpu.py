@@ -32,7 +32,6 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from outrider.training.loss import BlockObjective
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -45,6 +44,7 @@ from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import UNCALIBRATED, DrafterWeights
 from outrider.target.model import Target
 from outrider.training.features import Features, logit_summary
+from outrider.training.objective import BlockObjective
 from outrider.training.recipe import Recipe, load_recipe
 from outrider.training.setup import Run, new_drafter, training_precision
 from outrider.training.trainer import Trainer
