@@ -149,13 +149,13 @@ def _check_agrees(recipe: Recipe, drafter: DraftModule, target: Target) -> None:
     """Fields that the recipe sets are those of the checkpoint."""
     section = recipe.drafter
     if "algorithm" not in section.model_fields_set:
-        # The recipe was read as one of the default method, and has that method's defaults of the loss.
-        defaults = drafter.config.default_objective(section.chosen())
-        unset = sorted(defaults.keys() - recipe.objective.model_fields_set)
-        if unset or not isinstance(recipe.objective, drafter.config.objective):
+        # The recipe was read as one of the default method, and has that method's terms and defaults of the loss.
+        kind, defaults = drafter.config.objective, drafter.config.default_objective(section.chosen())
+        unknown = kind.model_fields.keys() - type(recipe.objective).model_fields.keys()
+        if unset := sorted((defaults.keys() | unknown) - recipe.objective.model_fields_set):
             raise ValueError(
                 f"start_from {recipe.start_from} is a {drafter.algorithm} drafter, whose loss has other defaults "
-                f"({', '.join(unset)}): set drafter.algorithm={drafter.algorithm} for them, or set these of objective."
+                f"({', '.join(unset)}): set drafter.algorithm={drafter.algorithm} for them."
             )
     if "algorithm" in section.model_fields_set and section.algorithm != drafter.algorithm:
         pairs: dict[str, tuple[object, object]] = {"algorithm": (section.algorithm, drafter.algorithm)}
