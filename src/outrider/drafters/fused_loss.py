@@ -124,7 +124,7 @@ def fused_loss(
         loss = sum(((weight * values[kind]).sum() for kind, weight in terms), start=distance.new_zeros(()))
     if gradients is not None:
         loss = _WithGradients.apply(loss, gradients.of_leaves, *logits)
-    return FusedLoss(loss, acceptance_probability(distance), agreement.float(), torch.cat(likeliest))
+    return FusedLoss(loss, acceptance_probability(distance), agreement.float(), top_Nc=torch.cat(likeliest))
 
 
 @torch.no_grad()
