@@ -29,9 +29,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.decoding.beliefs import Beliefs, logit, sigmoid
+from outrider.decoding.acceptance import Acceptance, LogisticEstimates, known_verdicts, logit, sigmoid
 from outrider.decoding.cost import Floats, Ints, Profile, StepCost
-from outrider.decoding.gate import History, known_verdicts
 from outrider.decoding.policies import LookAhead
 from outrider.evaluation.calibration.fit import ece, ece_noise, log_loss
 from outrider.evaluation.loadtest.traces import Response, Traces
@@ -39,7 +38,7 @@ from outrider.utils.measure import machine, versions
 
 
 class Estimator(Protocol):
-    """What `History` asks of its beliefs."""
+    """What `Acceptance` asks of its beliefs."""
 
     def expected(self, ids: Sequence[Hashable], *, confidences_RK: Floats) -> Floats: ...
 
@@ -123,7 +122,7 @@ ESTIMATORS: dict[str, Callable[[int], Estimator]] = {
     "own": lambda positions: Own(),
     "average": Average,
     "refit": Refit,
-    "beliefs": Beliefs,
+    "beliefs": LogisticEstimates,
 }
 
 
@@ -171,7 +170,7 @@ def replay(
         head: False hides the drafter's confidences.
     """
     generator, gamma, number = np.random.default_rng(seed), max(task.gamma for task in traffic), 0
-    history, policy = History(gamma), LookAhead(cost)
+    history, policy = Acceptance(gamma), LookAhead(cost)
     history._beliefs = estimator  # type: ignore[assignment]
     found = []
     for task in traffic:
@@ -195,7 +194,7 @@ def replay(
             left_R = np.array([len(one.response.tokens) - one.place for one in live])
             committed_R = np.minimum(accepted_R + 1, left_R)
             known_R, sure_R = known_verdicts(verified_R, accepted_R, committed_R)
-            history.record(ids, view, verified_R=known_R, accepted_R=sure_R)
+            history.observe(ids, view, verified_R=known_R, accepted_R=sure_R)
             believed_RK = np.ones((len(live), gamma))
             believed_RK[:, : view.confidences_RK.shape[1]] = view.confidences_RK
             parts.append((np.full(len(live), done), rows_R, believed_RK, drafted_R, right_R))

@@ -314,7 +314,6 @@ def build_engine(target: Target, name: str, costs: Profile, users: int) -> Engin
         target,
         limited(drafter, variant.drafts),
         variant.policy,
-        gate=variant.gate,
         config=engine_config(_LONGEST, users, 512),
     )
     engine.warm_up()
@@ -382,7 +381,7 @@ def simulate(
         for name in (run["variant"] for run in line["runs"]):
             variant = build_variant(name, found.slots, None, cost=costs)
             config = engine_config(_LONGEST, users, 512)
-            engine = SimulatedEngine(found, costs, variant.policy, variant.gate, config=config, slots=variant.drafts)
+            engine = SimulatedEngine(found, costs, variant.policy, config=config, slots=variant.drafts)
             lanes.append(SimulatedLane(name, engine, users, asks))
         answer(lanes, max(64, users * most // 2))
         for lane in lanes:

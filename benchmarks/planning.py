@@ -20,9 +20,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.decoding.acceptance import Acceptance
 from outrider.decoding.cost import SpsTable
-from outrider.decoding.gate import DraftGate, GateView, History, SkipDrafting
-from outrider.decoding.policies import BY_COST, FixedPolicy, Policy, StepView, ThresholdPolicy
+from outrider.decoding.policies import BY_COST, FixedPolicy, PlanView, Policy, SkipDrafting, StepView, ThresholdPolicy
 from outrider.utils.measure import machine, versions
 
 # Cliffs every 32 tokens: the search has something to search.
@@ -50,24 +50,24 @@ def planning_microseconds(policy: Policy, requests: int = 256, gamma: int = 16, 
     return _median_microseconds(lambda: policy.lengths(view), repeats)
 
 
-def gate_microseconds(gate: DraftGate, requests: int = 256, gamma: int = 16, repeats: int = 200) -> float:
+def gate_microseconds(gate: Policy, requests: int = 256, gamma: int = 16, repeats: int = 200) -> float:
     """Median over repeats."""
     before, _ = busy_step(requests, gamma)
     return _median_microseconds(lambda: gate.depths(before), repeats)
 
 
-def busy_step(requests: int, gamma: int, seed: int = 0) -> tuple[GateView, StepView]:
+def busy_step(requests: int, gamma: int, seed: int = 0) -> tuple[PlanView, StepView]:
     """A step before its draft and before its verification."""
     generator = np.random.default_rng(seed)
     ease_R = generator.uniform(1.0, 8.0, requests)  # mean confidence 0.5 to 0.9
-    history, ids = History(gamma), list(range(requests))
+    history, ids = Acceptance(gamma), list(range(requests))
     contexts = generator.integers(50, 2000, requests).tolist()
     for _ in range(3):
-        before = history.gate_view(ids, contexts)
+        before = history.plan_view(ids, contexts)
         confidences = generator.beta(ease_R[:, None], 1.0, (requests, gamma)).tolist()
         view = history.step_view(ids, confidences, [gamma] * requests, contexts)
         verified_R = view.drafted_R
-        history.record(ids, view, verified_R=verified_R, accepted_R=generator.binomial(verified_R, 0.5))
+        history.observe(ids, view, verified_R=verified_R, accepted_R=generator.binomial(verified_R, 0.5))
     return before, view
 
 

@@ -30,10 +30,11 @@ from outrider.checkpoints.checkpoint import load_drafter
 from outrider.checkpoints.published import shipped_drafter
 from outrider.data.chat import Chat
 from outrider.data.sources import load_prompts
+from outrider.decoding.acceptance import Acceptance
 from outrider.decoding.cost import Profile
 from outrider.decoding.drafting import Drafting
 from outrider.decoding.engine import Engine
-from outrider.decoding.gate import History, SkipDrafting
+from outrider.decoding.policies import SkipDrafting
 from outrider.decoding.request import Request, RequestState, StopRules
 from outrider.decoding.scheduler import EngineConfig, Scheduler
 from outrider.drafters.base import Drafter
@@ -53,7 +54,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "plan": [(Scheduler, "plan")],
     "gate, policy, history": [
         (SkipDrafting, "depths"),
-        (History, "gate_view"),
+        (Acceptance, "plan_view"),
         (Drafting, "record"),
         (Engine, "schedule"),
     ],
@@ -167,7 +168,6 @@ def main(
                 loaded,
                 limited(served, variant.drafts),
                 variant.policy,
-                gate=variant.gate,
                 config=EngineConfig(max(levels), num_blocks=max(levels) * 96),
             )
             fill(engine, prompts, level, temperature)

@@ -18,12 +18,11 @@ from outrider.data.sources import TaskSettings
 from outrider.decoding.cost import Curve, LearnedCost
 from outrider.decoding.drafting import Drafting
 from outrider.decoding.engine import Engine
-from outrider.decoding.gate import AlwaysDraft, SkipDrafting
-from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, ThresholdPolicy
+from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, SkipDrafting, ThresholdPolicy
 from outrider.decoding.profile import MachineProfile, setting_of
 from outrider.decoding.request import Output
 from outrider.decoding.scheduler import EngineConfig
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, Sources
 from outrider.drafters.draft import TreeSize
 from outrider.drafters.ngram import HybridDrafter
 from outrider.evaluation.evaluate import evaluate
@@ -54,7 +53,7 @@ def model(toy: Path) -> outrider.Model:
 
 def test_costs_decide_by_default_and_the_text_is_plain(profiled: None, model: outrider.Model) -> None:
     chosen = model.scheduling
-    assert chosen.policy == LookAhead(LEARNED) and chosen.gate == SkipDrafting(LEARNED)
+    assert chosen.policy == SkipDrafting(LEARNED, LookAhead(LEARNED))
     assert str(chosen) == f"draft lengths by {BY_PROFILE}: {KNOWN.facts}, kept.json"
     plain = model.generate(PROMPT, max_new_tokens=20, policy=FixedPolicy(0))
     assert plain.rounds == 20 and model.generate(PROMPT, max_new_tokens=20).tokens == plain.tokens
@@ -70,15 +69,14 @@ def test_what_is_asked_for_is_done(profiled: None, model: outrider.Model, monkey
         assert found.rounds == 20 and found.tokens == whole.tokens, "no confidence reaches 1: nothing is verified"
         assert model.generate([PROMPT], max_new_tokens=20, **asked)[0].rounds == 20
 
-    class Never(AlwaysDraft):
+    class Never(FixedPolicy):
         def depths(self, view: object) -> object:
             return 0 * super().depths(view)  # type: ignore[arg-type]
 
-    gated = [model.generate(PROMPT, max_new_tokens=20, gate=Never()), *model.generate([PROMPT], gate=Never())]
+    gated = [model.generate(PROMPT, max_new_tokens=20, policy=Never()), *model.generate([PROMPT], policy=Never())]
     assert all(found.accepted_length == 1 for found in gated)
-    for other in ({"policy": FixedPolicy()}, {"gate": AlwaysDraft()}):
-        with pytest.raises(ValueError, match="confidence_threshold is a policy of its own"):
-            model.stream(PROMPT, confidence_threshold=0.5, **other)
+    with pytest.raises(ValueError, match="confidence_threshold is a policy of its own"):
+        model.stream(PROMPT, confidence_threshold=0.5, policy=FixedPolicy())
 
 
 def test_trees_and_what_cannot_be_timed_are_decoded_as_before(
@@ -98,7 +96,7 @@ def test_trees_and_what_cannot_be_timed_are_decoded_as_before(
     assert choose_scheduling(model.target, model.drafter, said.append).policy == FixedPolicy()
     recommended = replace(model.drafter, metadata={"recommended": {"confidence_threshold": 0.25}})
     chosen = choose_scheduling(model.target, recommended, said.append)
-    assert chosen.policy == ThresholdPolicy(0.25) and chosen.gate is None and not str(chosen)
+    assert chosen.policy == ThresholdPolicy(0.25) and not str(chosen)
     assert said == ["what a step costs cannot be measured here: not batched"] * 2
 
 
@@ -106,7 +104,7 @@ def test_drafters_without_confidences_are_chosen_for_by_cost_too(profiled: None,
     assert model.drafter is not None
     unsure = replace(model.drafter, drafter=cast(Drafter, _Chains()), metadata={})
     chosen = choose_scheduling(model.target, unsure)
-    assert chosen.policy == LookAhead(LEARNED) and chosen.gate == SkipDrafting(LEARNED)
+    assert chosen.policy == SkipDrafting(LEARNED, LookAhead(LEARNED))
 
 
 def test_drafts_that_cost_nothing_are_not_gated(model: outrider.Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +112,12 @@ def test_drafts_that_cost_nothing_are_not_gated(model: outrider.Model, monkeypat
     free = KNOWN.profile.model_copy(update=dict.fromkeys(("draft", "draft_one", "extend"), least))
     monkeypatch.setattr(scheduling, "machine_profile", lambda *_: replace(KNOWN, profile=free))
     chosen = choose_scheduling(model.target, model.drafter)
-    assert chosen.policy == LookAhead(free) and chosen.gate == AlwaysDraft() and chosen.name == UNGATED
+    assert chosen.policy == LookAhead(free) and chosen.name == UNGATED
     assert model.drafter is not None
     beside = replace(model.drafter, drafter=HybridDrafter(model.drafter.drafter))
-    assert choose_scheduling(model.target, beside).gate == SkipDrafting(LearnedCost(free)), (
-        "copies are weighed by what was measured"
+    learned = LearnedCost(free)
+    assert choose_scheduling(model.target, beside).policy == SkipDrafting(learned, LookAhead(learned)), (
+        "lookups are weighed by what was measured"
     )
 
 
@@ -131,7 +130,7 @@ def test_what_requests_taught_stays_with_the_model(
 
     def watched(self: Drafting, drafter: Drafter | None, policy: Policy, *rest: Any, **more: Any) -> None:
         init(self, drafter, policy, *rest, **more)
-        begun.append(self.history.gate_view([], []).typical_K is None)
+        begun.append(self.acceptance.plan_view([], []).typical_K is None)
 
     monkeypatch.setattr(Drafting, "__init__", watched)
     plain = model.generate(PROMPT, max_new_tokens=12, policy=FixedPolicy(0)).tokens
@@ -146,11 +145,11 @@ def test_what_requests_taught_stays_with_the_model(
     next(first), next(second)
     assert begun[7:] == [False, True], "a request beside another"
     first.close()
-    ((_, richer),) = model._experience
+    ((_, richer),) = model._scheduler_states
     second.close()
-    ((_, kept),) = model._experience
+    ((_, kept),) = model._scheduler_states
     assert kept is richer, "what one request taught does not take the place of what five did"
-    assert len(kept.history._slots) == 0
+    assert len(kept.acceptance._slots) == 0
 
 
 def test_what_a_turn_taught_is_known_in_the_next_one_of_its_task(
@@ -164,19 +163,19 @@ def test_what_a_turn_taught_is_known_in_the_next_one_of_its_task(
     def watched(self: Drafting, drafter: Drafter | None, policy: Policy, *rest: Any, **more: Any) -> None:
         init(self, drafter, policy, *rest, **more)
         if drafter is not None:
-            begun.append(self.history.gate_view([], []).typical_K is None)
+            begun.append(self.acceptance.plan_view([], []).typical_K is None)
 
     monkeypatch.setattr(Drafting, "__init__", watched)
     tasks = [str(tasks_file(tmp_path / f"{name}.jsonl")) for name in "ab"]
     chosen, greedy = model.scheduling, TaskSettings(2, 8)
     measure = partial(evaluate, model.target, model.drafter.drafter, tasks, drafter_info=model.drafter.info())
-    found = measure(greedy, policy=chosen.policy, gate=chosen.gate)
+    found = measure(greedy, policy=chosen.policy)
     turns = [task.turns for task in found.tasks]
     assert min(turns) > 1
     assert begun == [True] * 2 + [number == 0 for count in turns for number in range(count)], "two of a warm-up first"
     begun.clear()
     measure(greedy, policy=FixedPolicy())
-    measure(replace(greedy, params=SamplingParams(1.0, seed=5)), policy=chosen.policy, gate=chosen.gate)
+    measure(replace(greedy, params=SamplingParams(1.0, seed=5)), policy=chosen.policy)
     assert begun == [True] * 2 * (2 + sum(turns)), "no costs decide; a seed gives the same tokens in any order"
 
 
@@ -195,8 +194,8 @@ def test_an_interrupted_batch_leaves_no_requests_behind(
     monkeypatch.setattr(Engine, "step", breaking)
     with pytest.raises(RuntimeError, match="out of memory"):
         model.generate([PROMPT] * 2, max_new_tokens=30)
-    ((_, kept),) = model._experience
-    assert not kept.history._slots
+    ((_, kept),) = model._scheduler_states
+    assert not kept.acceptance._slots
 
 
 def test_a_server_s_profile_decides_for_every_drafter_of_chains(toy: Path, tmp_path: Path) -> None:
@@ -213,9 +212,8 @@ def test_a_server_s_profile_decides_for_every_drafter_of_chains(toy: Path, tmp_p
         return cast(Engine, built.worker.engine)
 
     engine = served(model)
-    assert engine.policy == LookAhead(LearnedCost(measured)) and engine.drafting.gate == SkipDrafting(
-        LearnedCost(measured)
-    )
+    learned = LearnedCost(measured)
+    assert engine.policy == SkipDrafting(learned, LookAhead(learned))
     with pytest.raises(ValueError, match="no chains are drafted here"):
         served(replace(model, drafter=None))
 
@@ -223,7 +221,11 @@ def test_a_server_s_profile_decides_for_every_drafter_of_chains(toy: Path, tmp_p
 class _Chains:
     """What is asked of a drafter of chains without confidences."""
 
-    trees, heads, gamma, copies = False, None, 7, None
+    trees, heads, gamma = False, None, 7
+
+    @property
+    def sources(self) -> Sources:
+        return Sources(cast(Drafter, self))
 
 
 class _Trees:

@@ -28,8 +28,8 @@ from outrider.contrib.lilicorr import (
 from outrider.data.responses import Sample
 from outrider.decoding.cost import SpsTable
 from outrider.decoding.engine import Engine
-from outrider.decoding.gate import SkipDrafting
 from outrider.decoding.generate import generate
+from outrider.decoding.policies import FixedPolicy, SkipDrafting
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, Drafter, DrafterWeights, DraftRows
@@ -435,16 +435,16 @@ def peaked() -> Target:
 def test_output_is_that_of_plain_decoding_alone_and_in_company(params: SamplingParams, gated: bool) -> None:
     target = peaked()
     drafter: Drafter = DrafterWeights(make(lilicorr_candidate_topk=4)).serve(target)
-    gate = SkipDrafting(SpsTable([1.0, 0.98, 0.96, 0.94, 0.92, 0.9])) if gated else None
+    policy = SkipDrafting(SpsTable([1.0, 0.98, 0.96, 0.94, 0.92, 0.9])) if gated else FixedPolicy()
     drafter = HybridDrafter(drafter, NgramConfig(4)) if gated else drafter
     rules = StopRules(24, stop_ids=())
     prompts = [[5], [9, 8, 7, 30, 31], list(range(10, 23))]
     plain = [generate(target, prompt, None, params, rules) for prompt in prompts]
-    alone = [generate(target, prompt, drafter, params, rules, gate=gate) for prompt in prompts]
+    alone = [generate(target, prompt, drafter, params, rules, policy) for prompt in prompts]
     assert [g.tokens for g in alone] == [g.tokens for g in plain]
     assert sum(r.accepted for g in alone for r in g.rounds) > 0
     assert 3 <= max(r.proposed for g in alone for r in g.rounds) <= drafter.gamma
-    engine = Engine(target, drafter, gate=gate, config=EngineConfig(max_requests=2, num_blocks=40))
+    engine = Engine(target, drafter, policy, config=EngineConfig(max_requests=2, num_blocks=40))
     for number, prompt in enumerate(prompts):
         engine.submit(Request(str(number), prompt, params, rules))
     together: dict[str, list[int]] = {}

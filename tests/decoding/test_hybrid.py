@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outrider.decoding.acceptance import Acceptance
 from outrider.decoding.cost import Floats, Ints
-from outrider.decoding.drafting import Copies, Copy, Drafting, DraftTurn
+from outrider.decoding.drafting import Drafted, Drafting, DraftTurn
 from outrider.decoding.engine import Engine
-from outrider.decoding.gate import AlwaysDraft, GateView, History, SkipDrafting
 from outrider.decoding.generate import generate
-from outrider.decoding.policies import FixedPolicy, LookAhead, StepView
+from outrider.decoding.policies import FixedPolicy, LookAhead, PlanView, SkipDrafting, StepView
+from outrider.decoding.prompt_lookup import Lookup, PromptLookup
 from outrider.decoding.request import Request, RequestState, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import Drafter
@@ -46,17 +47,17 @@ class Costs:
         return (drafting > 0) * self.draft
 
 
-class Never(AlwaysDraft):
+class Never(FixedPolicy):
     """The drafter never drafts."""
 
-    def depths(self, view: GateView) -> Ints:
+    def depths(self, view: PlanView) -> Ints:
         return np.zeros(len(view.idle_R), dtype=np.int64)
 
 
-class Own(AlwaysDraft):
+class Own(FixedPolicy):
     """The drafter always drafts."""
 
-    def depths(self, view: GateView) -> Ints:
+    def depths(self, view: PlanView) -> Ints:
         return np.full(len(view.idle_R), view.expected_RK.shape[1])
 
 
@@ -74,34 +75,34 @@ def rounds_of(drafting: Drafting, state: RequestState, texts: Sequence[Sequence[
     found = []
     for text in texts:
         turns = [DraftTurn("a", state, 12)]
-        drafts, _ = drafting.draft(turns, 0.0, {})
-        found.append(drafts[0].tokens)
-        view = drafting.view(turns, drafts)
+        drafted = drafting.draft(turns, 0.0)
+        found.append(drafted.drafts[0].tokens)
+        view = drafting.view(turns, drafted)
         state.commit(text)
-        drafting.record(turns, view, [None])
+        drafting.observe(turns, drafted, view, results=[None])
     return found
 
 
 def first_of_copy(drafting: Drafting, state: RequestState) -> float:
     """What is expected of the first token of a copy now."""
-    assert drafting.copies is not None
-    (copy,) = drafting.copies.look_up({"a": state.tokens}).values()
+    assert drafting.lookup is not None
+    (copy,) = drafting.lookup.find({"a": state.tokens}).values()
     return copy.confidences[0]
 
 
 def test_a_copy_goes_on_where_the_text_did(target: Target) -> None:
-    drafting = Drafting(hybrid(target), FixedPolicy(), Never())
+    drafting = Drafting(hybrid(target), Never())
     state = RequestState(target, LOOP, SamplingParams(), NO_STOPS)
     first, second = rounds_of(drafting, state, [LOOP[:3], [60, 61]])
     assert first == (LOOP * 2)[:12] and second == (LOOP * 2)[3:15]
 
 
 @pytest.mark.parametrize("gate", [Never(), Own()])
-def test_what_came_of_copies_is_learned_whether_they_were_taken_or_not(target: Target, gate: AlwaysDraft) -> None:
+def test_what_came_of_copies_is_learned_whether_they_were_taken_or_not(target: Target, gate: FixedPolicy) -> None:
     """Beliefs rise where the text repeats itself and fall where it does not, with no copy drafted as well."""
     believed = {}
     for repeats in (True, False):
-        drafting = Drafting(HybridDrafter(SelfDrafter(target, 1.0, 2)), FixedPolicy(), gate)
+        drafting = Drafting(HybridDrafter(SelfDrafter(target, 1.0, 2)), gate)
         state = RequestState(target, LOOP, SamplingParams(), NO_STOPS)
         state.session = drafting.drafter.new_session(100) if drafting.drafter else None
         believed["before"] = first_of_copy(drafting, state)
@@ -111,10 +112,14 @@ def test_what_came_of_copies_is_learned_whether_they_were_taken_or_not(target: T
     assert believed["True"] > believed["before"] > believed["False"]
 
 
-class Refusing:
-    """No request drafts; unlike `Never`, this gate weighs costs, so that rounds rest where no copy is verified."""
+class Refusing(FixedPolicy):
+    """No request drafts; unlike `Never`, this policy skips, so steps pause after those without a verified draft."""
 
-    def depths(self, view: GateView) -> Ints:
+    @property
+    def skips(self) -> bool:
+        return True
+
+    def depths(self, view: PlanView) -> Ints:
         return np.zeros_like(view.idle_R)
 
 
@@ -128,22 +133,22 @@ def test_many_requests_look_less_often_for_copies_that_are_not_used(
     """Where none is verified, behind 1, 3, 7 and 7 rounds, with four requests behind 1, 3, 7 and 15. The first round
     reads prompts. From four on they look for longer suffixes in between, and fewer than four for all. Of what is found
     in between and not verified nothing is learned."""
-    looked, look_up = list[int](), Copies.look_up
-    recorded, record = list[int](), Copies.record
+    looked, look_up = list[int](), PromptLookup.find
+    recorded, record = list[int](), PromptLookup.observe
 
-    def remembered(self: Copies, found: Mapping[str, Copy], texts: Mapping[str, Sequence[int]]) -> None:
+    def remembered(self: PromptLookup, found: Mapping[str, Lookup], texts: Mapping[str, Sequence[int]]) -> None:
         recorded.append(len(found))
         record(self, found, texts)
 
     def counted(
-        self: Copies, texts: Mapping[str, Sequence[int]], *, shortest: int, **more: Collection[str]
-    ) -> dict[str, Copy]:
+        self: PromptLookup, texts: Mapping[str, Sequence[int]], *, shortest: int, **more: Collection[str]
+    ) -> dict[str, Lookup]:
         looked.append(shortest)
         return look_up(self, texts, shortest=shortest, **more)
 
-    monkeypatch.setattr(Copies, "look_up", counted)
-    monkeypatch.setattr(Copies, "record", remembered)
-    engine = Engine(target, hybrid(target), FixedPolicy(verified), gate=Refusing(), config=EngineConfig(8))
+    monkeypatch.setattr(PromptLookup, "find", counted)
+    monkeypatch.setattr(PromptLookup, "observe", remembered)
+    engine = Engine(target, hybrid(target), Refusing(verified), config=EngineConfig(8))
     for i in range(requests):
         engine.submit(Request(str(i), LOOP, rules=StopRules(80, stop_ids=())))
     for _ in range(30):
@@ -152,39 +157,39 @@ def test_many_requests_look_less_often_for_copies_that_are_not_used(
 
 
 def test_short_suffixes_may_be_passed_over() -> None:
-    copies = Copies(NgramConfig(4))
-    assert copies.look_up({"a": [1, 2, 3, 9, 2, 3]}).keys() == {"a"}
-    assert not copies.look_up({"a": [1, 2, 3, 9, 2, 3]}, shortest=3)
-    (copy,) = copies.look_up({"a": [1, 2, 3, 9, 2, 3, 9, 2]}, shortest=3).values()
+    copies = PromptLookup(NgramConfig(4))
+    assert copies.find({"a": [1, 2, 3, 9, 2, 3]}).keys() == {"a"}
+    assert not copies.find({"a": [1, 2, 3, 9, 2, 3]}, shortest=3)
+    (copy,) = copies.find({"a": [1, 2, 3, 9, 2, 3, 9, 2]}, shortest=3).values()
     assert copy.tokens == [3, 9, 2, 3] and copy.matched == 4, "what was passed over is remembered all the same"
 
 
 def test_copies_in_sampled_text_have_beliefs_of_their_own() -> None:
     """Less is expected of them, and what came of them says less about greedy text: only what all positions share."""
-    copies = Copies(NgramConfig(4))
+    copies = PromptLookup(NgramConfig(4))
     text = [7, 8, 9, 7, 8, 9, 7]
 
     def first(sampled: bool) -> float:
-        (copy,) = copies.look_up({"new": text}, sampled=["new"] if sampled else []).values()
+        (copy,) = copies.find({"new": text}, sampled=["new"] if sampled else []).values()
         return copy.confidences[0]
 
     greedy, sampled = first(False), first(True)
     assert sampled < greedy
     for number in range(30):
-        found = copies.look_up({str(number): text}, sampled=[str(number)])
-        copies.record(found, {str(number): [*text, 5]})
+        found = copies.find({str(number): text}, sampled=[str(number)])
+        copies.observe(found, {str(number): [*text, 5]})
     assert first(True) < sampled - 0.2 and greedy - first(False) < (sampled - first(True)) / 2
 
 
 def test_a_copy_ends_where_little_is_expected_of_it() -> None:
-    copy = Copy(10, 3, [1, 2, 3, 4], np.array([0.9, 0.5, 0.1, 1.0]))
+    copy = Lookup(10, 3, [1, 2, 3, 4], np.array([0.9, 0.5, 0.1, 1.0]))
     assert copy.draft(9, 0.0).tokens == [1, 2] and copy.draft(1, 0.0).tokens == [1]
     assert copy.draft(9, 0.6).tokens == [1] and copy.draft(9, 0.95).tokens == []
     assert copy.draft(9, 0.0).confidences == [0.9, 0.5] and not copy.draft(9, 0.0).siblings
 
 
 def test_outcomes_end_with_the_first_that_is_wrong() -> None:
-    copy = Copy(2, 3, [1, 2, 3, 4], np.ones(4))
+    copy = Lookup(2, 3, [1, 2, 3, 4], np.ones(4))
     assert copy.outcomes([8, 9, 1, 2, 7, 4]) == [True, True, False]
     assert copy.outcomes([8, 9, 1]) == [True] and copy.outcomes([8, 9]) == []
 
@@ -192,17 +197,17 @@ def test_outcomes_end_with_the_first_that_is_wrong() -> None:
 @pytest.mark.parametrize("gate", [None, Never(), SkipDrafting(Costs())])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0, seed=3, coupled=True)])
 def test_alone_and_in_the_engine_the_text_is_plain_decoding_s(
-    target: Target, params: SamplingParams, gate: AlwaysDraft | None
+    target: Target, params: SamplingParams, gate: FixedPolicy | None
 ) -> None:
     texts = [[*LOOP], *prompts(3)]
     plain = [generate(target, text, params=params, rules=NO_STOPS).tokens for text in texts]
-    alone = [generate(target, text, hybrid(target), params, NO_STOPS, gate=gate) for text in texts]
+    alone = [generate(target, text, hybrid(target), params, NO_STOPS, policy=gate) for text in texts]
     assert [generation.tokens for generation in alone] == plain
-    engine = Engine(target, hybrid(target), gate=gate)
+    engine = Engine(target, hybrid(target), gate)
     together = finish(engine, [Request(str(i), text, params, NO_STOPS) for i, text in enumerate(texts)])
     assert list(together.values()) == plain
-    copies = engine.drafting.copies
-    assert copies is not None and not copies.beliefs._slots._places and not copies._indexes
+    copies = engine.drafting.lookup
+    assert copies is not None and not copies.estimates._slots._places and not copies._indexes
 
 
 def test_a_copy_is_no_longer_than_the_response(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +215,9 @@ def test_a_copy_is_no_longer_than_the_response(target: Target, monkeypatch: pyte
     drafted: list[tuple[int, int]] = []
     draft = Drafting.draft
 
-    def watched(self: Drafting, turns: Sequence[DraftTurn], *rest: object, **more: object) -> object:
+    def watched(self: Drafting, turns: Sequence[DraftTurn], *rest: object, **more: object) -> Drafted:
         found = draft(self, turns, *rest, **more)  # type: ignore[arg-type]
-        drafted.extend((found[0][i].depth, turn.state.remaining) for i, turn in enumerate(turns))
+        drafted.extend((draft.depth, turn.state.remaining) for draft, turn in zip(found.drafts, turns, strict=True))
         return found
 
     monkeypatch.setattr(Drafting, "draft", watched)
@@ -220,7 +225,7 @@ def test_a_copy_is_no_longer_than_the_response(target: Target, monkeypatch: pyte
     for drafter in trained:
         beside = HybridDrafter(drafter, NgramConfig(12))
         rules = StopRules(9, stop_ids=())
-        assert generate(target, LOOP, beside, rules=rules, gate=Never()).tokens == (
+        assert generate(target, LOOP, beside, rules=rules, policy=Never()).tokens == (
             generate(target, LOOP, rules=rules).tokens
         )
     assert drafted and max(depth for depth, _ in drafted) > 3
@@ -229,29 +234,31 @@ def test_a_copy_is_no_longer_than_the_response(target: Target, monkeypatch: pyte
 
 def test_copies_are_no_drafts_of_the_drafter(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its means stay as they are, and it counts as waiting."""
-    views: list[tuple[StepView | None, GateView]] = []
-    record, skip, gate_view = History.record, History.skip, History.gate_view
+    views: list[tuple[StepView | None, PlanView]] = []
+    record, skip, gate_view = Acceptance.observe, Acceptance.skip, Acceptance.plan_view
     asked: list[Sequence[Hashable]] = []
 
-    def asking(self: History, ids: Sequence[Hashable], *args: Any, **options: Any) -> GateView:
+    def asking(self: Acceptance, ids: Sequence[Hashable], *args: Any, **options: Any) -> PlanView:
         asked.append(ids)
         return gate_view(self, ids, *args, **options)
 
-    def watched(self: History, ids: Sequence[Hashable], view: StepView, *, verified_R: Ints, accepted_R: Ints) -> None:
+    def watched(
+        self: Acceptance, ids: Sequence[Hashable], view: StepView, *, verified_R: Ints, accepted_R: Ints
+    ) -> None:
         record(self, ids, view, verified_R=verified_R, accepted_R=accepted_R)
         views.append((view, gate_view(self, ids, view.contexts_R.tolist())))
 
-    def skipped(self: History, requests: int) -> None:
+    def skipped(self: Acceptance, requests: int) -> None:
         skip(self, requests)
         views.append((None, gate_view(self, asked[0], [0])))
 
-    monkeypatch.setattr(History, "record", watched)
-    monkeypatch.setattr(History, "skip", skipped)
-    monkeypatch.setattr(History, "gate_view", asking)
-    generate(target, LOOP, hybrid(target), rules=NO_STOPS, gate=Never())
+    monkeypatch.setattr(Acceptance, "observe", watched)
+    monkeypatch.setattr(Acceptance, "skip", skipped)
+    monkeypatch.setattr(Acceptance, "plan_view", asking)
+    generate(target, LOOP, hybrid(target), rules=NO_STOPS, policy=Never())
     copied = [view for view, _ in views if view is not None]
-    assert copied and all(view.copied_R is not None and view.copied_R.all() for view in copied)
-    assert all(view.drafted_R.any() and not view.made_R.any() for view in copied)
+    assert copied and all(view.looked_up_R is not None and view.looked_up_R.all() for view in copied)
+    assert all(view.drafted_R.any() and not view.by_drafter_R.any() for view in copied)
     for number, (_, after) in enumerate(views, 1):
         assert np.isnan(after.expected_RK).all() and after.idle_R.tolist() == [number]
 
@@ -314,7 +321,7 @@ def test_responses_that_a_client_s_seed_may_have_drawn_are_not_copied() -> None:
     for seed in range(150):
         drafter = HybridDrafter(trained, own, Library(responses=64))
         for _ in range(2):
-            found = generate(target, [0], drafter, SamplingParams(1.0, seed=seed), rules, gate=Never())
+            found = generate(target, [0], drafter, SamplingParams(1.0, seed=seed), rules, policy=Never())
         drawn[found.tokens[3]] += 1
     assert drawn.max() < 75, f"{drawn}: 50 each are expected, 90 of token 0 where responses are copied"
 
@@ -332,10 +339,10 @@ def test_who_copies_responses(target: Target, params: SamplingParams, may: bool)
     """Documents are copied by all."""
     library = Library([[50, 51, 52, 53]], responses=64)
     library.add([7, 8, 9, 60])
-    drafting = Drafting(HybridDrafter(toy_drafter(target), NgramConfig(4), library), FixedPolicy(), Never())
+    drafting = Drafting(HybridDrafter(toy_drafter(target), NgramConfig(4), library), Never())
     for text, wanted in (([5, 7, 8, 9], [60] if may else []), ([5, 50, 51, 52], [53])):
-        drafts, _ = drafting.draft([DraftTurn("a", RequestState(target, text, params, NO_STOPS), 4)], 0.0, {})
-        assert drafts[0].tokens == wanted
+        drafted = drafting.draft([DraftTurn("a", RequestState(target, text, params, NO_STOPS), 4)], 0.0)
+        assert drafted.drafts[0].tokens == wanted
         drafting.forget("a", [])
 
 
@@ -346,7 +353,7 @@ def test_asking_twice_is_answered_from_the_first_answer(target: Target) -> None:
     rounds: dict[int, list[int]] = {}
     for responses in (0, 400):
         drafter = HybridDrafter(toy_drafter(target), NgramConfig(12), Library(responses=responses))
-        engine = Engine(target, drafter, gate=Never())
+        engine = Engine(target, drafter, Never())
         engine.warm_up()
         for asked in (text, text, [*text[:3], *text]):
             steps: list[None] = []
@@ -361,29 +368,29 @@ def test_asking_twice_is_answered_from_the_first_answer(target: Target) -> None:
 
 
 def test_a_copy_is_taken_whence_more_tokens_agree() -> None:
-    copies = Copies(NgramConfig(4), Library([[7, 8, 9, 1]], responses=100))
-    own, other = copies.look_up({"a": [6, 7, 8, 9, 2, 6, 7, 8, 9], "b": [5, 7, 8, 9]}).values()
-    assert (own.borrowed, own.matched, own.tokens) == (False, 4, [2, 6, 7, 8])
-    assert (other.borrowed, other.matched, other.tokens) == (True, 3, [1]) and len(other.confidences) == 1
+    copies = PromptLookup(NgramConfig(4), Library([[7, 8, 9, 1]], responses=100))
+    own, other = copies.find({"a": [6, 7, 8, 9, 2, 6, 7, 8, 9], "b": [5, 7, 8, 9]}).values()
+    assert (own.from_library, own.matched, own.tokens) == (False, 4, [2, 6, 7, 8])
+    assert (other.from_library, other.matched, other.tokens) == (True, 3, [1]) and len(other.confidences) == 1
     expected_RK = copies.expected_RK({"b": other}, ["b", "c"])
     assert expected_RK is not None and (expected_RK > 0).tolist() == [[True, False, False, False], [False] * 4]
     for _ in range(20):
-        copies.record({"b": other}, {"b": [5, 7, 8, 9, 0]})
+        copies.observe({"b": other}, {"b": [5, 7, 8, 9, 0]})
     copies.forget("b")
-    again = copies.look_up({"c": [5, 7, 8, 9], "d": [4, 7, 8, 9, 2, 7, 8, 9]})
+    again = copies.find({"c": [5, 7, 8, 9], "d": [4, 7, 8, 9, 2, 7, 8, 9]})
     lowered, kept = again["c"].confidences[0], again["d"].confidences[0]
     assert lowered < 0.75 * other.confidences[0], "borrowed copies were wrong"
-    assert kept > 0.85 * other.confidences[0] and not again["d"].borrowed, "which says little about own ones"
+    assert kept > 0.85 * other.confidences[0] and not again["d"].from_library, "which says little about own ones"
     copies.forget("d", [3])
     assert copies.library is not None and copies.library.find((4, 7, 8, 9), 1) == (3, [1]), "prompts are not kept"
 
 
-def gate_view(own: Sequence[float], copied: Sequence[float]) -> GateView:
-    return GateView(np.array([own]), np.array([0]), np.array([50]), copied_RK=np.array([copied]))
+def gate_view(own: Sequence[float], copied: Sequence[float]) -> PlanView:
+    return PlanView(np.array([own]), np.array([0]), np.array([50]), lookup_RK=np.array([copied]))
 
 
-@pytest.mark.parametrize("gate", [AlwaysDraft(), SkipDrafting(Costs())])
-def test_gates_take_what_promises_more(gate: AlwaysDraft) -> None:
+@pytest.mark.parametrize("gate", [FixedPolicy(), SkipDrafting(Costs())])
+def test_gates_take_what_promises_more(gate: FixedPolicy) -> None:
     own = [0.7, 0.7, 0.7]
     assert gate.depths(gate_view(own, [0.95] * 8)).tolist() == [0], "a long copy"
     assert gate.depths(gate_view(own, [0.2] * 8)).tolist() == [3]
@@ -392,8 +399,8 @@ def test_gates_take_what_promises_more(gate: AlwaysDraft) -> None:
 
 
 def test_the_gate_gives_drafts_to_those_that_gain_over_their_copies() -> None:
-    own_RK, copied_RK = np.array([[0.9, 0.9], [0.8, 0.8]]), np.array([[0.95, 0.95], [0.1, 0.1]])
-    view = GateView(own_RK, np.array([0, 0]), np.array([50, 50]), copied_RK=copied_RK)
+    own_RK, lookup_RK = np.array([[0.9, 0.9], [0.8, 0.8]]), np.array([[0.95, 0.95], [0.1, 0.1]])
+    view = PlanView(own_RK, np.array([0, 0]), np.array([50, 50]), lookup_RK=lookup_RK)
     assert SkipDrafting(Costs(draft=0.1)).depths(view).tolist() == [0, 2]
 
 
@@ -408,6 +415,6 @@ def test_all_of_a_copy_may_be_read_when_planning() -> None:
 
     confidences, policy = [[0.9, 0.9, 0.9, 0.9]], LookAhead(Cliff(draft=0.0))
     own = StepView.of(confidences, [4])
-    history = History(4)
-    copied = history.step_view(["a"], confidences, [4], [50], copied=[True])
+    history = Acceptance(4)
+    copied = history.step_view(["a"], confidences, [4], [50], looked_up=[True])
     assert policy.lengths(own).tolist() == [0] and policy.lengths(copied).tolist() == [4]

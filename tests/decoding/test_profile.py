@@ -253,8 +253,8 @@ def learned_from(plain: float, drafts: float, steps: int, requests: int = 4) -> 
     """Steps that take so many times what is predicted, without drafts and with two."""
     cost = LearnedCost(SpsTable([1.0] * 8 + [0.5]))
     for _ in range(steps):
-        cost.took(plain, requests, 100.0, verified=0, drafting=0, depth=1)
-        cost.took(drafts, requests, 100.0, verified=2, drafting=0, depth=1)
+        cost.observe(plain, requests, 100.0, verified=0, drafting=0, depth=1)
+        cost.observe(drafts, requests, 100.0, verified=2, drafting=0, depth=1)
     return cost
 
 
@@ -274,10 +274,10 @@ def test_what_drafts_cost_is_learned_from_steps() -> None:
 def test_learned_costs_follow_a_change_and_no_stray_step() -> None:
     rows = np.array([6])
     cost = learned_from(1.0, 1.2, 30)
-    cost.took(60.0, 4, 100.0, verified=2, drafting=0, depth=1)
+    cost.observe(60.0, 4, 100.0, verified=2, drafting=0, depth=1)
     assert 1.2 < cost.seconds(rows, 4, 100.0)[0] < 1.22
     for _ in range(80):
-        cost.took(1.0, 4, 100.0, verified=2, drafting=0, depth=1)
+        cost.observe(1.0, 4, 100.0, verified=2, drafting=0, depth=1)
     assert cost.seconds(rows, 4, 100.0)[0] == pytest.approx(1.0, abs=0.02)
 
 
@@ -286,13 +286,13 @@ def test_learned_costs_fade_while_nothing_is_drafted() -> None:
     cost = learned_from(1.0, 1.2, 30)
     found = []
     for _ in range(400):
-        cost.took(1.0, 4, 100.0, verified=0, drafting=0, depth=1)
+        cost.observe(1.0, 4, 100.0, verified=0, drafting=0, depth=1)
         found.append(cost.seconds(rows, 4, 100.0)[1])
     assert found == sorted(found, reverse=True)
     assert found[9] > 1.17 and found[-1] == pytest.approx(1.0, abs=0.01)
-    cost.took(1.2, 4, 100.0, verified=2, drafting=0, depth=1)
+    cost.observe(1.2, 4, 100.0, verified=2, drafting=0, depth=1)
     assert cost.seconds(rows, 4, 100.0) == pytest.approx([1.0, 1.2]), "known again with the next draft"
-    cost.took(1.0, 8, 100.0, verified=0, drafting=0, depth=1)
+    cost.observe(1.0, 8, 100.0, verified=0, drafting=0, depth=1)
     assert cost.seconds(rows, 4, 100.0) == pytest.approx([1.0, 1.2]), "other numbers of requests do not age it"
 
 
@@ -302,13 +302,13 @@ def test_steps_without_drafts_are_asked_for_where_all_have_some() -> None:
     for step in range(400):
         plain = cost.lacks_plain(5)
         asked += [step] * plain
-        cost.took(1.0 if plain else 1.3, 5, 100.0, verified=0 if plain else 2, drafting=0, depth=1)
+        cost.observe(1.0 if plain else 1.3, 5, 100.0, verified=0 if plain else 2, drafting=0, depth=1)
     assert asked[:5] == [4, 9, 14, 19, 84] and np.diff(asked[4:]).tolist() == [65] * 4
     assert not cost.lacks_plain(9), "other numbers of requests"
     assert cost.seconds(np.array([5, 7]), 5, 100.0) == pytest.approx([1.0, 1.3])
     for _ in range(65 * 9):  # the machine becomes slower
         plain = cost.lacks_plain(5)
-        cost.took(1.2 if plain else 1.56, 5, 100.0, verified=0 if plain else 2, drafting=0, depth=1)
+        cost.observe(1.2 if plain else 1.56, 5, 100.0, verified=0 if plain else 2, drafting=0, depth=1)
     assert cost.seconds(np.array([7]), 5, 100.0)[0] == pytest.approx(1.3, rel=0.05)
 
 
@@ -317,9 +317,9 @@ def test_seconds_of_the_draft_are_part_of_what_is_learned() -> None:
     cost = LearnedCost(inner)
     for _ in range(6):
         plain = float(inner.seconds(np.array([4]), 4, 100.0)[0])
-        cost.took(plain, 4, 100.0, verified=0, drafting=0, depth=1)
+        cost.observe(plain, 4, 100.0, verified=0, drafting=0, depth=1)
         drafted = float(inner.seconds(np.array([7]), 4, 100.0)[0]) + inner.draft_seconds(3, 1)
-        cost.took(drafted, 4, 100.0, verified=3, drafting=3, depth=1)
+        cost.observe(drafted, 4, 100.0, verified=3, drafting=3, depth=1)
     assert cost.seconds(np.array([7]), 4, 100.0) == pytest.approx(inner.seconds(np.array([7]), 4, 100.0), rel=3e-3)
     assert cost.draft_seconds(3, 1) == inner.draft_seconds(3, 1)
 
@@ -332,7 +332,7 @@ def test_steps_without_drafts_are_predicted_for_their_requests_and_context() -> 
         requests, context = 4 + number % 4, 64.0 + 3 * number
         for rows in (requests, requests + 2):
             seconds = float(inner.seconds(np.array([rows]), requests, context)[0])
-            cost.took(seconds, requests, context, verified=rows - requests, drafting=0, depth=1)
+            cost.observe(seconds, requests, context, verified=rows - requests, drafting=0, depth=1)
     assert cost.seconds(np.array([9]), 6, 200.0) == pytest.approx(inner.seconds(np.array([9]), 6, 200.0), rel=2e-3)
 
 

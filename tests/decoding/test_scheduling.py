@@ -13,16 +13,9 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from benchmarks.planning import CLIFFS, POLICIES, busy_step, gate_microseconds, planning_microseconds
+from outrider.decoding.acceptance import Acceptance, known_verdicts
+from outrider.decoding.backoff import Backoff
 from outrider.decoding.cost import Floats, Ints, SpsTable
-from outrider.decoding.gate import (
-    AlwaysDraft,
-    DraftGate,
-    GateView,
-    History,
-    Patience,
-    SkipDrafting,
-    known_verdicts,
-)
 from outrider.decoding.policies import (
     BY_COST,
     AsyncScheduler,
@@ -30,12 +23,13 @@ from outrider.decoding.policies import (
     GoodputPolicy,
     LookAhead,
     PastStep,
+    PlanView,
     Policy,
     PrefixScheduler,
+    SkipDrafting,
     StepView,
     ThresholdPolicy,
-    policy_name,
-    promised_survival,
+    predicted_survival,
 )
 from tests.toys.timing import slowness
 
@@ -100,12 +94,12 @@ ADAPTIVE: list[Policy] = [policy(FREE) for policy in BY_COST.values()]
 
 
 def test_policies_are_called_as_load_tests_call_them() -> None:
-    assert [policy_name(policy) for policy in ADAPTIVE] == list(BY_COST)
+    assert [policy.name for policy in ADAPTIVE] == list(BY_COST)
 
 
 @pytest.mark.parametrize("policy", [ThresholdPolicy(0.5), *ADAPTIVE])
 def test_a_draft_of_which_nothing_is_known_is_refused(policy: Policy) -> None:
-    with pytest.raises(ValueError, match=r"request 1 has draft tokens without confidences|request 1 has a draft of"):
+    with pytest.raises(ValueError, match=r"request 1 has draft tokens without confidences|request 1 drafted a tree"):
         admitted(policy, [[0.5], []], [1, 3])
 
 
@@ -156,14 +150,14 @@ def test_ties_resolve_by_position_then_request() -> None:
 
 def algorithm_1(confidences: list[list[float]], sps: list[float]) -> list[int]:
     """Algorithm 1 as a heap of frontiers: pop the largest survival, admit it or stop; then reveal the one behind it."""
-    requests = len(confidences)
+    requests, seconds = len(confidences), [1 / rate for rate in sps]  # divided as policies do: alike at ties
     lengths, tau = [0] * requests, float(requests)
     frontier = [(-row[0], 0, r) for r, row in enumerate(confidences) if row]
     heapq.heapify(frontier)
     while frontier:
         negative, position, r = heapq.heappop(frontier)
         budget = requests + sum(lengths)
-        if (tau - negative) * sps[budget] <= tau * sps[budget - 1]:
+        if (tau - negative) / seconds[budget] <= tau / seconds[budget - 1]:
             break
         tau, lengths[r] = tau - negative, position + 1
         if lengths[r] < len(confidences[r]):
@@ -304,13 +298,13 @@ def test_the_check_of_non_anticipation_sees_a_global_search() -> None:
     assert best_length(with_past([[0.8, 1.0]])) == 2 and best_length(with_past([[0.8, 0.0]])) == 0
 
 
-# History
+# Acceptance
 
 
-def remember(history: History, ids: Sequence[int | str], view: StepView) -> None:
+def remember(history: Acceptance, ids: Sequence[int | str], view: StepView) -> None:
     """A step of which nothing was verified."""
     none_R = np.zeros_like(view.drafted_R)
-    history.record(ids, view, verified_R=none_R, accepted_R=none_R)
+    history.observe(ids, view, verified_R=none_R, accepted_R=none_R)
 
 
 def test_goodput_counts_the_token_that_the_target_adds_itself() -> None:
@@ -324,9 +318,9 @@ def test_levels_of_sampled_and_greedy_text_are_learned_apart() -> None:
     """Drafts with confidences and without: forty of sampled text are rejected. What positions share moves, too."""
     rejected = {"verified_R": np.array([1]), "accepted_R": np.array([0])}
     for own in ([0.8], []):
-        history = History(gamma=1)
+        history = Acceptance(gamma=1)
 
-        def first(sampled: bool, history: History = history, own: list[float] = own) -> float:
+        def first(sampled: bool, history: Acceptance = history, own: list[float] = own) -> float:
             view = history.step_view(["new"], [own], [1], [9], sampled=[sampled])
             return float(view.confidences_RK[0, 0])
 
@@ -334,43 +328,47 @@ def test_levels_of_sampled_and_greedy_text_are_learned_apart() -> None:
         assert first(True) == before
         for step in range(40):
             view = history.step_view([step], [own], [1], [9], sampled=[True])
-            history.record([step], view, **rejected)
+            history.observe([step], view, **rejected)
         assert first(True) < first(False) - 0.15, (first(True), first(False))
-    greedy, sampled = (history.gate_view(["new"], [9], sampled=[one]).expected_RK[0, 0] for one in (False, True))
+    greedy, sampled = (history.plan_view(["new"], [9], sampled=[one]).expected_RK[0, 0] for one in (False, True))
     assert sampled < greedy - 0.15, "what the gate is shown of a drafter without confidences"
 
 
 def test_a_step_without_drafts_is_remembered() -> None:
-    history = History(gamma=2)
+    history = Acceptance(gamma=2)
     remember(history, ["a"], history.step_view(["a"], [[0.8, 0.5]], [2], [9]))
     history.skip(2)
-    assert history.gate_view(["a", "b"], [9, 9]).idle_R.tolist() == [1, 0], "nobody has asked about b before"
+    assert history.plan_view(["a", "b"], [9, 9]).idle_R.tolist() == [1, 0], "nobody has asked about b before"
     history.skip(2)
-    assert history.gate_view(["a", "b"], [9, 9]).idle_R.tolist() == [2, 1]
+    assert history.plan_view(["a", "b"], [9, 9]).idle_R.tolist() == [2, 1]
     past = history.step_view(["a"], [[]], [0], [9]).past
     assert [step.drafted_R.tolist() for step in past] == [[0, 0], [0, 0]] and past[1].confidences_RK.shape == (2, 0)
 
 
-def rests(patience: Patience, ids: Sequence[str], rounds: int) -> str:
+def pauses(patience: Backoff, ids: Sequence[str]) -> bool:
+    return patience.pause(ids, len(ids), 0) is not None
+
+
+def rests(patience: Backoff, ids: Sequence[str], rounds: int) -> str:
     """Which of so many rounds, in which no draft is verified, are asked (a) and rest (r)."""
     found = ""
     for _ in range(rounds):
-        resting = patience.rests(ids)
+        resting = pauses(patience, ids)
         found += "r" if resting else "a"
         if not resting:
-            patience.told(ids, False)
+            patience.observe(ids, False)
     return found
 
 
 def test_rounds_rest_behind_those_without_a_verified_draft() -> None:
-    patience = Patience(SkipDrafting(DraftCost()))
+    patience = Backoff(SkipDrafting(DraftCost()))
     assert rests(patience, "abc", 24) == "ararrrarrrrrrrarrrrrrrar"
-    patience.told("abc", True)
+    patience.observe("abc", True)
     assert rests(patience, "abc", 3) == "ara", "a verified draft ends it"
 
 
 def test_four_requests_rest_longer() -> None:
-    patience = Patience(SkipDrafting(DraftCost()))
+    patience = Backoff(SkipDrafting(DraftCost()))
     asked = [round for round, kind in enumerate(rests(patience, "abcd", 96)) if kind == "a"]
     assert asked == [0, 2, 6, 14, 30, 62, 94]
     assert rests(patience, "abc", 10) == "r" * 10, "of a rest that has begun nothing is left out"
@@ -378,86 +376,86 @@ def test_four_requests_rest_longer() -> None:
 
 
 def test_a_rest_ends_where_requests_come_or_half_of_them_go() -> None:
-    def resting() -> Patience:
-        patience = Patience(SkipDrafting(DraftCost()))
+    def resting() -> Backoff:
+        patience = Backoff(SkipDrafting(DraftCost()))
         assert rests(patience, "abcdefgh", 7).endswith("a")
         return patience
 
-    assert resting().rests("abcdefgh") and resting().rests("abcdefgx") and resting().rests("abcde")
+    assert pauses(resting(), "abcdefgh") and pauses(resting(), "abcdefgx") and pauses(resting(), "abcde")
     for changed in ("abcdefxy", "abcd", "x"):
-        assert not resting().rests(changed), changed
+        assert not pauses(resting(), changed), changed
     gone = resting()
     gone.forget("a")
     gone.forget("b")
-    assert not gone.rests("abcdefgh"), "others have come under the ids of two that have left"
+    assert not pauses(gone, "abcdefgh"), "others have come under the ids of two that have left"
     assert rests(resting(), "abc", 9) == "arrrrrrra", "the next one is as long as if it had not"
 
 
 def test_no_round_rests_where_every_request_drafts() -> None:
-    assert rests(Patience(AlwaysDraft()), "ab", 5) == "aaaaa"
+    assert rests(Backoff(FixedPolicy()), "ab", 5) == "aaaaa"
 
 
 def test_history_weighs_confidences_by_survival() -> None:
-    history = History(gamma=2, decay=0.5)
+    history = Acceptance(gamma=2, decay=0.5)
     assert history.step_view(["a"], [[]], [0], [9]).expected_K is None
     remember(history, ["a", "b"], history.step_view(["a", "b"], [[0.8, 0.5], [0.4, 0.9]], [2, 2], [9, 9]))
     view = history.step_view(["a"], [[0.5]], [1], [9], other_tokens=3)
     assert view.expected_K is not None and view.other_tokens == 3
     # Mean survivals 0.6 and 0.38: 0.38 / 0.6, not the mean 0.7 of c_2.
     assert view.expected_K == pytest.approx([0.6, 0.38 / 0.6])
-    gate_view = history.gate_view(["b", "c"], [9, 9])
+    gate_view = history.plan_view(["b", "c"], [9, 9])
     assert gate_view.expected_RK[0] == pytest.approx([0.4, 0.9])
     assert np.isnan(gate_view.expected_RK[1]).all()
     # A drafted token more at position 1 only: half of the old weight, position 2 as it was.
     remember(history, ["a"], view)
-    assert history.gate_view(["a"], [9]).expected_RK[0] == pytest.approx([0.65, 0.5])
+    assert history.plan_view(["a"], [9]).expected_RK[0] == pytest.approx([0.65, 0.5])
 
 
 def test_history_keeps_two_steps_and_counts_idle_ones() -> None:
-    history = History(gamma=1)
+    history = Acceptance(gamma=1)
     for confidence in (0.1, 0.2, 0.3):
         remember(history, [0], history.step_view([0], [[confidence]], [1], [5]))
     view = history.step_view([0], [[]], [0], [5])
     assert [past.confidences_RK[0] for past in view.past] == [pytest.approx([0.2]), pytest.approx([0.3])]
-    before = history.gate_view([0], [5]).expected_RK
+    before = history.plan_view([0], [5]).expected_RK
     for _ in range(2):
         remember(history, [0, 1], history.step_view([0, 1], [[], []], [0, 0], [5, 5]))
-    after = history.gate_view([0, 1], [5, 5])
+    after = history.plan_view([0, 1], [5, 5])
     assert after.idle_R.tolist() == [2, 2]
     assert after.expected_RK[0] == before[0]
 
 
 def test_history_gives_the_past_its_decay_and_the_latest_draft_the_rest() -> None:
-    history = History(gamma=1, decay=0.9)
+    history = Acceptance(gamma=1, decay=0.9)
     for confidence in (0.9, 0.1):
         remember(history, [0], history.step_view([0], [[confidence]], [1], [5]))
-    assert history.gate_view([0], [5]).expected_RK[0] == pytest.approx([0.82])
+    assert history.plan_view([0], [5]).expected_RK[0] == pytest.approx([0.82])
     assert history.step_view([0], [[]], [0], [5]).expected_K == pytest.approx([0.82])
 
 
 def test_history_forgets_a_request_but_not_its_lesson() -> None:
-    history = History(gamma=1, decay=0.5)
+    history = Acceptance(gamma=1, decay=0.5)
     for id in range(40):  # more than there is room for at first
         remember(history, [id], history.step_view([id], [[0.8]], [1], [5]))
     for id in range(40):
         history.forget(id)
     history.forget("never seen")
-    view = history.gate_view([7], [5])
+    view = history.plan_view([7], [5])
     assert np.isnan(view.expected_RK).all() and view.idle_R.tolist() == [0]
     assert view.typical_K == pytest.approx([0.8])
     # A newcomer starts from what is typical: 0.8 / 2 + 0.2 / 2.
     remember(history, [7], history.step_view([7], [[0.2]], [1], [5]))
-    assert history.gate_view([7], [5]).expected_RK[0] == pytest.approx([0.5])
+    assert history.plan_view([7], [5]).expected_RK[0] == pytest.approx([0.5])
     with pytest.raises(ValueError, match=r"decay=1\.0"):
-        History(1, decay=1.0)
+        Acceptance(1, decay=1.0)
 
 
 def test_history_believes_in_drafts_without_confidences() -> None:
     """By what became of them; a threshold is compared with the drafter's own confidences all the same."""
-    history = History(gamma=2)
+    history = Acceptance(gamma=2)
     for _ in range(60):
         view = history.step_view([0], [[]], [2], [5])
-        history.record([0], view, verified_R=np.array([2]), accepted_R=np.array([1]))
+        history.observe([0], view, verified_R=np.array([2]), accepted_R=np.array([1]))
     view = history.step_view([0, 1], [[], [0.4]], [2, 1], [5, 5])
     assert view.confidences_RK[0, 0] > 0.85 and view.confidences_RK[0, 1] < 0.2
     assert view.confidences_RK[1] == pytest.approx([0.4, 0.0])  # those with confidences have a prior of their own
@@ -471,10 +469,10 @@ def test_history_believes_in_drafts_without_confidences() -> None:
 
 
 def test_history_forgets_what_it_believed_of_a_request() -> None:
-    history = History(gamma=1)
+    history = Acceptance(gamma=1)
     for _ in range(60):
         view = history.step_view([0], [[]], [1], [5])
-        history.record([0], view, verified_R=np.array([1]), accepted_R=np.array([0]))
+        history.observe([0], view, verified_R=np.array([1]), accepted_R=np.array([0]))
     mine, others = history.step_view([0, 1], [[], []], [1, 1], [5, 5]).confidences_RK[:, 0]
     assert mine < others
     history.forget(0)
@@ -482,23 +480,23 @@ def test_history_forgets_what_it_believed_of_a_request() -> None:
 
 
 def test_history_corrects_confidences_that_prove_wrong() -> None:
-    history = History(gamma=1)
+    history = Acceptance(gamma=1)
     for step in range(200):
         view = history.step_view([0], [[0.9]], [1], [5])
-        history.record([0], view, verified_R=np.array([1]), accepted_R=np.array([step % 2]))
+        history.observe([0], view, verified_R=np.array([1]), accepted_R=np.array([step % 2]))
     assert view.own_RK is not None and view.own_RK.tolist() == [[0.9]]
     assert view.confidences_RK[0, 0] == pytest.approx(0.5, abs=0.1)
     assert ThresholdPolicy(0.8).lengths(view).tolist() == [1]  # the published rule reads the head
-    assert history.gate_view([0], [5]).expected_RK[0] == pytest.approx([0.5], abs=0.1)
+    assert history.plan_view([0], [5]).expected_RK[0] == pytest.approx([0.5], abs=0.1)
 
 
 def test_history_leaves_trees_as_they_are() -> None:
-    history = History(gamma=3, chains=False)
+    history = Acceptance(gamma=3, chains=False)
     view = history.step_view([0, 1], [[0.9, 0.8, 0.9], []], [3, 2], [5, 5])
-    history.record([0, 1], view, verified_R=np.array([3, 2]), accepted_R=np.array([0, 0]))
+    history.observe([0, 1], view, verified_R=np.array([3, 2]), accepted_R=np.array([0, 0]))
     view = history.step_view([0, 1], [[0.9, 0.8, 0.9], []], [3, 2], [5, 5])
     assert view.confidences_RK[0].tolist() == [0.9, 0.8, 0.9] and np.isnan(view.confidences_RK[1, :2]).all()
-    with pytest.raises(ValueError, match="request 1 has a draft of which nothing is believed"):
+    with pytest.raises(ValueError, match="request 1 drafted a tree"):
         PrefixScheduler(FREE).lengths(view)
 
 
@@ -515,22 +513,22 @@ def test_verdicts_behind_the_end_of_a_response_are_unknown() -> None:
 
 def gate_view(
     expected: Sequence[Sequence[float]], idle: Sequence[int] | None = None, typical: Sequence[float] | None = None
-) -> GateView:
+) -> PlanView:
     idle_R = np.zeros(len(expected), dtype=np.int64) if idle is None else np.array(idle)
     typical_K = None if typical is None else np.array(typical)
-    return GateView(np.array(expected, dtype=np.float64), idle_R, np.full(len(expected), 100), 0, 0, typical_K)
+    return PlanView(np.array(expected, dtype=np.float64), idle_R, np.full(len(expected), 100), 0, 0, typical_K)
 
 
 UNKNOWN = [np.nan, np.nan]
 
 
-def drafting(gate: DraftGate, view: GateView) -> NDArray[np.bool_]:
+def drafting(gate: Policy, view: PlanView) -> NDArray[np.bool_]:
     """Who drafts, however deep."""
     return gate.depths(view) > 0
 
 
 def test_always_draft() -> None:
-    assert AlwaysDraft().depths(gate_view([UNKNOWN] * 3)).tolist() == [2] * 3
+    assert FixedPolicy().depths(gate_view([UNKNOWN] * 3)).tolist() == [2] * 3
 
 
 def test_skip_drafting_sorts_the_good_from_the_bad() -> None:
@@ -632,11 +630,11 @@ def test_newcomers_count_as_those_present_then_as_typical_then_as_the_prior() ->
 
 def run_gate(cost: DraftCost, truth_RK: Floats, steps: int) -> tuple[list[Ints], float]:
     """Who drafts in each step when confidences are always `truth_RK`, and the share of time that drafts took."""
-    gate, history, ids = SkipDrafting(cost), History(truth_RK.shape[1]), list(range(len(truth_RK)))
+    gate, history, ids = SkipDrafting(cost), Acceptance(truth_RK.shape[1]), list(range(len(truth_RK)))
     spent = total = 0.0
     drafts = []
     for _ in range(steps):
-        drafting_R = drafting(gate, history.gate_view(ids, [100] * len(ids)))
+        drafting_R = drafting(gate, history.plan_view(ids, [100] * len(ids)))
         drafted = np.where(drafting_R, truth_RK.shape[1], 0).tolist()
         rows = [row if d else [] for row, d in zip(truth_RK.tolist(), drafted, strict=True)]
         remember(history, ids, history.step_view(ids, rows, drafted, [100] * len(ids)))
@@ -673,10 +671,10 @@ def test_nobody_probes_where_far_better_drafts_would_not_pay() -> None:
 
 
 def test_a_request_that_turned_good_drafts_again() -> None:
-    gate, history = SkipDrafting(DraftCost(base=1.0, per_draft=0.2)), History(2)
+    gate, history = SkipDrafting(DraftCost(base=1.0, per_draft=0.2)), Acceptance(2)
     drafted_in = []
     for step in range(400):
-        drafts = bool(drafting(gate, history.gate_view([0], [100]))[0])
+        drafts = bool(drafting(gate, history.plan_view([0], [100]))[0])
         confidence = 0.05 if step < 200 else 0.95
         remember(history, [0], history.step_view([0], [[confidence] * 2 * drafts], [2 * drafts], [100]))
         drafted_in.append(drafts)
@@ -717,17 +715,17 @@ class DraftsDear:
         return 0.0 if not drafting else 0.2 + 0.3 * (7 if depth is None else depth) / 7
 
 
-def seconds_per_token(accepted: float, tokens: int, history: History) -> float:
+def seconds_per_token(accepted: float, tokens: int, history: Acceptance) -> float:
     """Of a lone request whose drafts are accepted with that probability, each; plain decoding takes 1."""
     cost, generator, seconds, committed = DraftsDear(), np.random.default_rng(3), 0.0, 0
     gate, policy = SkipDrafting(cost), LookAhead(cost)
     while committed < tokens:
-        depth = int(gate.depths(history.gate_view(["a"], [100]))[0])
+        depth = int(gate.depths(history.plan_view(["a"], [100]))[0])
         view = history.step_view(["a"], [[]], [depth], [100])
         lengths_R = policy.lengths(view)
         right = int(np.logical_and.accumulate(generator.random(depth) < accepted).sum())
         accepted_R = np.minimum(lengths_R, right)
-        history.record(["a"], view, verified_R=lengths_R, accepted_R=accepted_R)
+        history.observe(["a"], view, verified_R=lengths_R, accepted_R=accepted_R)
         seconds += float(cost.seconds(1 + lengths_R, 1, 100)[0]) + cost.draft_seconds(int(depth > 0), depth)
         committed += int(accepted_R[0]) + 1
     history.forget("a")
@@ -736,13 +734,13 @@ def seconds_per_token(accepted: float, tokens: int, history: History) -> float:
 
 @pytest.mark.parametrize("accepted", [0.0, 0.1, 0.2])
 def test_without_confidences_text_that_does_not_fit_costs_at_most_3_per_cent(accepted: float) -> None:
-    history = History(7)
+    history = Acceptance(7)
     assert seconds_per_token(accepted, 200, history) <= 1.03
     assert seconds_per_token(accepted, 60, history) <= 1.03, "the next request of the same history"
 
 
 def test_without_confidences_text_that_fits_is_drafted() -> None:
-    history = History(7)
+    history = Acceptance(7)
     assert seconds_per_token(0.0, 100, history) <= 1.03
     assert seconds_per_token(0.85, 300, history) < 0.5, "after text that did not fit"
     assert seconds_per_token(0.85, 60, history) < 0.45
@@ -750,8 +748,10 @@ def test_without_confidences_text_that_fits_is_drafted() -> None:
 
 def test_what_is_foreseen() -> None:
     """Beliefs without confidences and copies follow from the past, so policies may plan with them."""
-    history = History(3)
-    view = history.step_view(["a", "b", "c"], [[], [0.9, 0.9], [0.8]], [2, 2, 1], [9] * 3, copied=[False, False, True])
-    assert view.foreseen_R.tolist() == [True, False, True]
-    assert np.allclose(promised_survival(view)[0], [0.5, 0.25]) and promised_survival(view)[1].tolist() == [0, 0]
-    assert StepView.of([[0.9]], [1]).foreseen_R.tolist() == [False]
+    history = Acceptance(3)
+    view = history.step_view(
+        ["a", "b", "c"], [[], [0.9, 0.9], [0.8]], [2, 2, 1], [9] * 3, looked_up=[False, False, True]
+    )
+    assert view.predicted_R.tolist() == [True, False, True]
+    assert np.allclose(predicted_survival(view)[0], [0.5, 0.25]) and predicted_survival(view)[1].tolist() == [0, 0]
+    assert StepView.of([[0.9]], [1]).predicted_R.tolist() == [False]

@@ -6,8 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.decoding.cost import Floats, Ints, SpsTable, StepCost
-from outrider.decoding.gate import DraftGate, GateView
-from outrider.decoding.policies import BY_COST, FixedPolicy, Policy, PrefixScheduler, StepView, ThresholdPolicy
+from outrider.decoding.policies import (
+    BY_COST,
+    FixedPolicy,
+    PlanView,
+    Policy,
+    PrefixScheduler,
+    StepView,
+    ThresholdPolicy,
+)
 from outrider.sampling import SamplingParams
 from tests.proof.enumeration import (
     RequestFactory,
@@ -50,7 +57,7 @@ BY_NAME: dict[str, Callable[[StepCost], Policy]] = {
 
 
 @dataclass(frozen=True)
-class Watched:
+class Watched(Policy):
     """A policy that notes what it decided."""
 
     policy: Policy
@@ -59,6 +66,10 @@ class Watched:
     @property
     def min_confidence(self) -> float:
         return self.policy.min_confidence
+
+    @property
+    def step_cost(self) -> StepCost | None:
+        return self.policy.step_cost
 
     def lengths(self, view: StepView) -> Ints:
         lengths_R = self.policy.lengths(view)
@@ -82,11 +93,15 @@ class DraftsCost:
 
 
 @dataclass(frozen=True)
-class WatchedGate:
-    gate: DraftGate
+class WatchedGate(Policy):
+    gate: Policy
     decisions: set[tuple[int, ...]] = field(default_factory=set)
 
-    def depths(self, view: GateView) -> Ints:
+    @property
+    def skips(self) -> bool:
+        return self.gate.skips
+
+    def depths(self, view: PlanView) -> Ints:
         depths_R = self.gate.depths(view)
         self.decisions.add(tuple(depths_R.tolist()))
         return depths_R

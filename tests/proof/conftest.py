@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import outrider.decoding.gate as gate_module
+import outrider.decoding.backoff as backoff_module
 
 
 @pytest.fixture(autouse=True)
 def asked_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gate that refused is asked again within the few rounds of an enumeration."""
-    monkeypatch.setattr(gate_module, "_LONGEST_REST", 1)
+    monkeypatch.setattr(backoff_module, "_LONGEST", 1)

@@ -1,6 +1,6 @@
 """The engine and `stream` as they serve, over real Llama models so small that every outcome can be enumerated.
 
-    Request -> Engine.step -> RequestState, policies, History, PagedKV, verify_all -> tokens      every way it may go
+    Request -> Engine.step -> RequestState, policies, Acceptance, PagedKV, verify_all -> tokens   every way it may go
 
 Models have one layer, two or three tokens and float64 weights. The expected distribution is the target's own over an
 ordinary cache, context by context. Shapes: P paths, V vocab.
@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outrider.decoding.engine import Engine
-from outrider.decoding.gate import DraftGate
 from outrider.decoding.generate import stream
 from outrider.decoding.policies import FixedPolicy, Policy
 from outrider.decoding.request import Request, StopRules
@@ -46,6 +45,7 @@ from tests.proof.enumeration import (
     total_variation,
 )
 from tests.toys.engine import finish
+from tests.toys.policies import gated
 
 GAMMA, COPIED = 2, 3
 
@@ -232,7 +232,7 @@ class Case:
 
     policy: Policy = field(default_factory=FixedPolicy)
     kind: str = "chain"
-    gate: DraftGate | None = None
+    gate: Policy | None = None
     config: EngineConfig = ROOMY
     coupled: bool = False
     tokens: tuple[int, ...] = (4, 3)
@@ -252,8 +252,7 @@ class Case:
         engine = Engine(
             target(self.vocab),
             drafter(self.kind, self.vocab),
-            self.policy,
-            self.gate,
+            gated(self.policy, self.gate),
             config=self.config,
             randomness=EnumeratedUniforms(trace).randomness,
         )
@@ -273,8 +272,7 @@ class Case:
             drafter(self.kind, self.vocab),
             params=self.params[0],
             rules=StopRules(self.tokens[0], ()),
-            policy=self.policy,
-            gate=self.gate,
+            policy=gated(self.policy, self.gate),
             grammar=self.grammar,
             randomness=EnumeratedUniforms(trace).randomness,
         )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.decoding.gate import DraftGate, History
+from outrider.decoding.acceptance import Acceptance
 from outrider.decoding.policies import Policy, StepView
 from outrider.decoding.verification import RoundResult, TargetRows, TypicalAcceptance, verify_all
 from outrider.drafters.draft import Draft
@@ -218,14 +218,14 @@ class EnumeratedBatch:
         requests: Sequence[EnumeratedRequest],
         ids: Sequence[int] = (),
         contexts: Sequence[int] = (),
-        history: History | None = None,
-        gate: DraftGate | None = None,
+        history: Acceptance | None = None,
+        gate: Policy | None = None,
     ) -> None:
         self.requests, self.ids, self.contexts, self.history = requests, ids, contexts, history
         self.depths: list[int | None] = [None] * len(requests)
         if gate is not None:
             assert history is not None, "a gate decides by history"
-            self.depths = gate.depths(history.gate_view(ids, contexts)).tolist()
+            self.depths = gate.depths(history.plan_view(ids, contexts)).tolist()
         self.shown = StepView.of([], [])
 
     @property
@@ -285,8 +285,8 @@ def exact_output_distribution(
     prompts: Sequence[Tokens],
     policy: Policy,
     new_tokens: int,
-    history: History | None = None,
-    gate: DraftGate | None = None,
+    history: Acceptance | None = None,
+    gate: Policy | None = None,
     typical: TypicalAcceptance | None = None,
 ) -> Distribution:
     """The joint distribution of what speculative decoding makes of the prompts, cut at `new_tokens` each.
@@ -298,7 +298,7 @@ def exact_output_distribution(
     # Every round adds tokens, so a state has gathered all its mass when all states with fewer tokens are done.
     levels: list[dict[tuple[tuple[Tokens, ...], Trail], float]] = [{} for _ in range(len(prompts) * new_tokens + 1)]
     levels[0][tuple(() for _ in prompts), ()] = 1.0
-    histories: dict[Trail, History | None] = {(): history}
+    histories: dict[Trail, Acceptance | None] = {(): history}
     for level in levels[:-1]:
         for (outputs, trail), weight in level.items():
             live = [r for r, output in enumerate(outputs) if len(output) < new_tokens]
@@ -310,7 +310,7 @@ def exact_output_distribution(
                 outputs: tuple[Tokens, ...] = outputs,
                 live: list[int] = live,
                 contexts: list[Tokens] = contexts,
-                remembered: History | None = remembered,
+                remembered: Acceptance | None = remembered,
             ) -> tuple[tuple[Tokens, ...], StepView, list[tuple[int, int]]]:
                 requests = [new_request(context, source) for context in contexts]
                 batch = EnumeratedBatch(requests, live, [len(context) for context in contexts], remembered, gate)
@@ -335,13 +335,15 @@ def exact_output_distribution(
     return finished
 
 
-def _remembering(history: History, live: Sequence[int], view: StepView, counts: Sequence[tuple[int, int]]) -> History:
+def _remembering(
+    history: Acceptance, live: Sequence[int], view: StepView, counts: Sequence[tuple[int, int]]
+) -> Acceptance:
     grown = copy.deepcopy(history)
     if not len(view.drafted_R):  # nothing was drafted, so the policy was not asked
         grown.skip(len(live))
         return grown
     verified_R, accepted_R = np.array(counts).T
-    grown.record(live, view, verified_R=verified_R, accepted_R=accepted_R)
+    grown.observe(live, view, verified_R=verified_R, accepted_R=accepted_R)
     return grown
 
 

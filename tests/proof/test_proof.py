@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import outrider.decoding.beliefs as beliefs_module
+import outrider.decoding.acceptance as acceptance_module
 import outrider.decoding.policies as lookahead_module
 import outrider.decoding.verification as chain_module
 import outrider.decoding.verification as verification_module
 import tests.proof.enumeration as enumeration_module
+from outrider.decoding.acceptance import Acceptance
 from outrider.decoding.cost import Floats, Ints, SpsTable
-from outrider.decoding.gate import DraftGate, History, SkipDrafting
 from outrider.decoding.policies import (
     BY_COST,
     AsyncScheduler,
@@ -28,6 +28,7 @@ from outrider.decoding.policies import (
     PastStep,
     Policy,
     PrefixScheduler,
+    SkipDrafting,
     StepView,
     ThresholdPolicy,
     gains,
@@ -171,14 +172,14 @@ SHAPES = {1: 4, 2: 3, 3: 2}  # gamma -> new tokens
 def two_requests(
     policy: Policy,
     gamma: int,
-    gate: DraftGate | None = None,
+    gate: Policy | None = None,
     remember: bool = True,
     request_type: type[ToyRequest] = ToyRequest,
     prompts: Sequence[Tokens] = ((0,), (1, 1)),
 ) -> float:
     """Deviation of the joint distribution, over rounds that remember."""
     drafter = ToyDrafter(ToyTarget(2, WARPS["plain"]), gamma, "vanilla", seed=2)
-    history = History(gamma, decay=0.5) if remember else None
+    history = Acceptance(gamma, decay=0.5) if remember else None
     new_request = requests_of(drafter, request_type)
     actual = exact_output_distribution(new_request, prompts, policy, SHAPES[gamma], history, gate)
     assert abs(sum(actual.values()) - 1) < TOLERANCE
@@ -220,7 +221,7 @@ def test_a_search_over_current_confidences_is_caught(policy: type[GlobalSearch] 
 
 
 def test_look_ahead_at_realised_confidences_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def realised(survival_RK: Floats, lengths_R: Ints, drafted_R: Ints, promise_RK: Floats) -> Floats:
+    def realised(survival_RK: Floats, lengths_R: Ints, drafted_R: Ints, predicted_RK: Floats) -> Floats:
         return np.where(np.arange(survival_RK.shape[1]) >= lengths_R[:, None], survival_RK, 0.0)
 
     monkeypatch.setattr(lookahead_module, "expected_survival", realised)
@@ -279,7 +280,7 @@ def test_two_requests_that_may_skip_their_drafts(table: str, gamma: int) -> None
         assert len(gate.decisions) >= 2
 
 
-# Beliefs learned from outcomes, of a drafter without confidences and of a head that is corrected.
+# LogisticEstimates learned from outcomes, of a drafter without confidences and of a head that is corrected.
 
 
 class UnsureRequest(ToyRequest):
@@ -291,8 +292,8 @@ class UnsureRequest(ToyRequest):
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beliefs that a few outcomes change, so that decisions depend on them."""
-    monkeypatch.setattr(beliefs_module, "_MOST_42", np.full((4, 2), 4.0))
+    """LogisticEstimates that a few outcomes change, so that decisions depend on them."""
+    monkeypatch.setattr(acceptance_module, "_MOST_42", np.full((4, 2), 4.0))
 
 
 @pytest.mark.usefixtures("quick")
@@ -332,7 +333,7 @@ class ReadsTheVerdict(EnumeratedBatch):
         liked = [self._liked(request, draft) for request, draft in zip(self.requests, proposals, strict=True)]
         drafted_R = np.array([len(draft.tokens) for draft in proposals])
         view = super().view(proposals)
-        self.history.record(self.ids, view, verified_R=drafted_R, accepted_R=np.array(liked))
+        self.history.observe(self.ids, view, verified_R=drafted_R, accepted_R=np.array(liked))
         return super().view(proposals)
 
     def _liked(self, request: EnumeratedRequest, draft: Draft) -> int:

@@ -14,19 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-import outrider.decoding.beliefs as beliefs_module
+import outrider.decoding.acceptance as acceptance_module
 import outrider.decoding.cost as cost_module
 import outrider.decoding.engine as engine_module
 from outrider.decoding.cost import Ints, LearnedCost, SpsTable
-from outrider.decoding.drafting import Drafting
+from outrider.decoding.drafting import Drafted, Drafting
 from outrider.decoding.engine import Engine, Step
-from outrider.decoding.gate import AlwaysDraft, GateView, SkipDrafting
 from outrider.decoding.policies import (
     CostPolicy,
     FixedPolicy,
     LookAhead,
+    PlanView,
     Policy,
     PrefixScheduler,
+    SkipDrafting,
     StepView,
     ThresholdPolicy,
 )
@@ -64,8 +65,8 @@ def tally() -> Iterator[Tally]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beliefs that a few outcomes change, so that decisions depend on them."""
-    monkeypatch.setattr(beliefs_module, "_MOST_42", np.full((4, 2), 4.0))
+    """LogisticEstimates that a few outcomes change, so that decisions depend on them."""
+    monkeypatch.setattr(acceptance_module, "_MOST_42", np.full((4, 2), 4.0))
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "look-ahead"])
@@ -97,7 +98,7 @@ def test_costs_learned_from_steps(tally: Tally, monkeypatch: pytest.MonkeyPatch)
 
     def begun(self: Engine, *parts: Any, **more: Any) -> None:
         learned._known.clear(), learned._since.clear()  # every trace begins anew, behind a step without drafts
-        learned.took(2.0, 2, 5.0, verified=0, drafting=0, depth=1)
+        learned.observe(2.0, 2, 5.0, verified=0, drafting=0, depth=1)
         monkeypatch.setattr(engine_module, "time", Ticking())
         begin(self, *parts, **more)
 
@@ -109,10 +110,10 @@ def test_costs_learned_from_steps(tally: Tally, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LearnedCost, "_rho", watched)
     monkeypatch.setattr(cost_module, "_FEWEST", 1)
 
-    class Alternating(AlwaysDraft):
+    class Alternating(FixedPolicy):
         """Nobody drafts where the longest text has an even number of tokens."""
 
-        def depths(self, view: GateView) -> Ints:
+        def depths(self, view: PlanView) -> Ints:
             return np.full(len(view.idle_R), view.expected_RK.shape[1] * (view.contexts_R.max() % 2))
 
     case = Case(LookAhead(learned, margin=0.0), gate=Alternating(), tokens=(4, 4))
@@ -239,8 +240,11 @@ def broken(case: Case, where: str = "engine") -> float:
 def test_mutation_a_policy_is_shown_the_probability_of_the_drawn_token(
     where: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def peeking(self: Drafting, turns: Any, drafts: Sequence[Draft], other_tokens: int = 0) -> StepView:
-        return view_of(self, turns, [replace(draft, confidences=drafted_with(draft)) for draft in drafts], other_tokens)
+    def peeking(self: Drafting, turns: Any, drafted: Drafted, other_tokens: int = 0) -> StepView:
+        shown = [
+            replace(own, draft=replace(own.draft, confidences=drafted_with(own.draft))) for own in drafted.proposals
+        ]
+        return view_of(self, turns, replace(drafted, proposals=shown), other_tokens)
 
     monkeypatch.setattr(Drafting, "view", peeking)
     assert broken(Case(POLICIES[name], tokens=(3,)), where) > VISIBLE
@@ -266,7 +270,7 @@ def test_mutation_the_history_records_a_step_before_the_policy_looks(
         shown, verified = schedule_of(self, step, drafts)
         if shown is None:
             return shown, verified
-        self.drafting.record(step.turns, shown, [None] * len(drafts))
+        self.drafting.observe(step.turns, step.drafted, shown, results=[None] * len(drafts))
         return None, schedule_of(self, step, drafts)[1]
 
     monkeypatch.setattr(Engine, "schedule", early)
@@ -278,14 +282,14 @@ def test_mutation_the_history_records_a_step_before_the_policy_looks(
 def test_mutation_the_estimator_learns_from_this_round(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told before planning that token 0 is accepted and token 1 is not."""
 
-    def early(self: Drafting, turns: Any, drafts: Sequence[Draft], other_tokens: int = 0) -> StepView:
-        shown = view_of(self, turns, drafts, other_tokens)
-        liked_R = np.array([draft.tokens[:1] == [0] for draft in drafts]).astype(np.int64)
-        history, ids = self.history, [turn.id for turn in turns]
-        self.history = copy.deepcopy(history)
-        self.history.record(ids, shown, verified_R=np.minimum(shown.drafted_R, 1), accepted_R=liked_R)
-        peeked = view_of(self, turns, drafts, other_tokens)
-        self.history = history
+    def early(self: Drafting, turns: Any, drafted: Drafted, other_tokens: int = 0) -> StepView:
+        shown = view_of(self, turns, drafted, other_tokens)
+        liked_R = np.array([draft.tokens[:1] == [0] for draft in drafted.drafts]).astype(np.int64)
+        acceptance, ids = self.acceptance, [turn.id for turn in turns]
+        self.acceptance = copy.deepcopy(acceptance)
+        self.acceptance.observe(ids, shown, verified_R=np.minimum(shown.drafted_R, 1), accepted_R=liked_R)
+        peeked = view_of(self, turns, drafted, other_tokens)
+        self.acceptance = acceptance
         return peeked
 
     monkeypatch.setattr(Drafting, "view", early)

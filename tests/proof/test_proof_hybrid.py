@@ -5,21 +5,31 @@ Which of them drafts is decided from the past; broken versions that decide by dr
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import outrider.decoding.drafting as drafting_module
+import outrider.decoding.backoff as backoff_module
 import outrider.decoding.engine as engine_module
-import outrider.decoding.gate as gate_module
+from outrider.decoding.backoff import Backoff, Pause
 from outrider.decoding.cost import Ints
-from outrider.decoding.drafting import Copy, Drafting, DraftTurn
-from outrider.decoding.gate import AlwaysDraft, GateView, Patience, SkipDrafting
-from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
+from outrider.decoding.drafting import Drafted, Drafting, DraftTurn, Proposal
+from outrider.decoding.policies import (
+    FixedPolicy,
+    LookAhead,
+    PlanView,
+    Policy,
+    PrefixScheduler,
+    SkipDrafting,
+    StepView,
+    ThresholdPolicy,
+)
+from outrider.decoding.prompt_lookup import Lookup
 from outrider.drafters.draft import Draft, Siblings
 from tests.proof.cases import BY_NAME, TABLES, VISIBLE, DraftsCost
 from tests.proof.engine_cases import TIGHT, Case, Tally
@@ -50,10 +60,10 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, bool]]:
     seen: set[tuple[bool, bool]] = set()
     draft = Drafting.draft
 
-    def watched(self: Drafting, turns: Sequence[DraftTurn], *rest: object, **more: object) -> tuple[list[Draft], int]:
-        drafts, asked = draft(self, turns, *rest, **more)  # type: ignore[arg-type]
-        seen.update((bool(found.tokens), turn.id in self._taken) for turn, found in zip(turns, drafts, strict=True))
-        return drafts, asked
+    def watched(self: Drafting, turns: Sequence[DraftTurn], *rest: object, **more: object) -> Drafted:
+        drafted = draft(self, turns, *rest, **more)  # type: ignore[arg-type]
+        seen.update((bool(found.draft.tokens), found.source == "copy") for found in drafted.proposals)
+        return drafted
 
     monkeypatch.setattr(Drafting, "draft", watched)
     return seen
@@ -79,18 +89,19 @@ def test_in_the_engine(name: str, tally: Tally, sources: set[tuple[bool, bool]])
     assert both(sources)
 
 
-class ByLength(AlwaysDraft):
+class ByLength(FixedPolicy):
     """The drafter drafts where the text is of odd length."""
 
-    def depths(self, view: GateView) -> Ints:
+    def depths(self, view: PlanView) -> Ints:
         return np.where(view.contexts_R % 2 == 1, view.expected_RK.shape[1], 0)
 
 
-class Weighing:
-    """As `ByLength`, but a gate behind which rounds rest."""
+class Weighing(ByLength):
+    """As `ByLength`, but steps may pause."""
 
-    def depths(self, view: GateView) -> Ints:
-        return ByLength().depths(view)
+    @property
+    def skips(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("many", [1, 8])
@@ -100,15 +111,16 @@ def test_rounds_that_rest(
 ) -> None:
     """Behind a round in which nothing was verified one rests: from `many` requests on without copies, too."""
     rested: list[bool] = []
-    rests = Patience.rests
+    pauses = Backoff.pause
 
-    def watched(self: Patience, ids: Sequence[Hashable]) -> bool:
-        rested.append(rests(self, ids))
-        return rested[-1]
+    def watched(self: Backoff, *parts: Any, **more: Any) -> Pause | None:
+        pause = pauses(self, *parts, **more)
+        rested.append(pause is not None)
+        return pause
 
-    monkeypatch.setattr(Patience, "rests", watched)
-    monkeypatch.setattr(gate_module, "_LONGEST_REST", 1)
-    monkeypatch.setattr(drafting_module, "MANY", many)
+    monkeypatch.setattr(Backoff, "pause", watched)
+    monkeypatch.setattr(backoff_module, "_LONGEST", 1)
+    monkeypatch.setattr(backoff_module, "MANY", many)
     case = Case(POLICIES["prefix"], "hybrid chain", gate=Weighing(), tokens=(5, 1) if where == "engine" else (5,))
     assert tally.deviation(case, case.in_engine if where == "engine" else case.in_stream) <= TOLERANCE
     assert {True, False} <= set(rested) and (True, True) in sources
@@ -117,13 +129,13 @@ def test_rounds_that_rest(
 @pytest.mark.parametrize("where", WHERE)
 def test_copies_of_other_texts(where: str, tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
     borrowed: set[bool] = set()
-    draft = Copy.draft
+    draft = Lookup.draft
 
-    def watched(self: Copy, limit: int, min_confidence: float) -> Draft:
-        borrowed.add(self.borrowed)
+    def watched(self: Lookup, limit: int, min_confidence: float) -> Draft:
+        borrowed.add(self.from_library)
         return draft(self, limit, min_confidence)
 
-    monkeypatch.setattr(Copy, "draft", watched)
+    monkeypatch.setattr(Lookup, "draft", watched)
     case = Case(POLICIES["prefix"], "borrowed chain", gate=ByLength(), tokens=(5,))
     assert tally.deviation(case, case.in_engine if where == "engine" else case.in_stream) <= TOLERANCE
     assert True in borrowed
@@ -149,7 +161,7 @@ def test_coupled_sampling(tally: Tally) -> None:
     assert tally.deviation(alone, alone.in_stream) <= TOLERANCE
 
 
-def broken(where: str, policy: str = "fixed", gate: AlwaysDraft | None = None) -> float:
+def broken(where: str, policy: str = "fixed", gate: FixedPolicy | None = None) -> float:
     case = Case(POLICIES[policy], "hybrid chain", gate=gate, tokens=(4,))
     return Tally().deviation(case, case.in_engine if where == "engine" else case.in_stream)
 
@@ -159,14 +171,13 @@ def test_mutation_the_source_is_chosen_by_the_drafted_token(where: str, monkeypa
     class Choosing(Drafting):
         """Where the drafter's first token is not the copy's, the copy takes its place."""
 
-        def draft(self, turns: Sequence[DraftTurn], *rest: object, **more: object) -> tuple[list[Draft], int]:
-            drafts, asked = super().draft(turns, *rest, **more)  # type: ignore[arg-type]
+        def draft(self, turns: Sequence[DraftTurn], *rest: object, **more: object) -> Drafted:
+            drafted = super().draft(turns, *rest, **more)  # type: ignore[arg-type]
             for i, turn in enumerate(turns):
-                copy = self._found.get(turn.id)
-                if copy is not None and drafts[i].tokens[:1] != copy.tokens[:1] and turn.id not in self._taken:
-                    drafts[i] = copy.draft(turn.limit, 0.0)
-                    self._taken.add(turn.id)
-            return drafts, asked
+                copy, own = drafted.lookups.get(turn.id), drafted.proposals[i]
+                if copy is not None and own.draft.tokens[:1] != copy.tokens[:1] and own.source != "copy":
+                    drafted.proposals[i] = Proposal(copy.draft(turn.limit, 0.0), "copy", "")
+            return drafted
 
     monkeypatch.setattr(engine_module, "Drafting", Choosing)
     assert broken(where) > VISIBLE
@@ -174,15 +185,15 @@ def test_mutation_the_source_is_chosen_by_the_drafted_token(where: str, monkeypa
 
 @pytest.mark.parametrize("where", WHERE)
 def test_mutation_a_copy_says_that_it_was_drawn(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = Copy.draft
+    draft = Lookup.draft
 
-    def drawn(self: Copy, limit: int, min_confidence: float) -> Draft:
+    def drawn(self: Lookup, limit: int, min_confidence: float) -> Draft:
         found = draft(self, limit, min_confidence)
         row = partial(torch.full, (2,), 0.5, dtype=torch.float64)
         siblings = {k - 1: Siblings(row, first=0.5) for k in range(len(found.tokens))}
         return Draft.chain(found.tokens, siblings, found.confidences)
 
-    monkeypatch.setattr(Copy, "draft", drawn)
+    monkeypatch.setattr(Lookup, "draft", drawn)
     assert broken(where, gate=ByLength()) > VISIBLE
 
 
@@ -191,14 +202,15 @@ def test_mutation_copies_end_where_the_drafter_disagrees(where: str, monkeypatch
     """Of the drafter's own draft only what the copy confirms is verified."""
 
     class Confirmed(Drafting):
-        def draft(self, turns: Sequence[DraftTurn], *rest: object, **more: object) -> tuple[list[Draft], int]:
-            drafts, asked = super().draft(turns, *rest, **more)  # type: ignore[arg-type]
+        def draft(self, turns: Sequence[DraftTurn], *rest: object, **more: object) -> Drafted:
+            drafted = super().draft(turns, *rest, **more)  # type: ignore[arg-type]
             for i, turn in enumerate(turns):
-                if (copy := self._found.get(turn.id)) is not None:
-                    pairs = list(zip(drafts[i].tokens, copy.tokens, strict=False))
+                if (copy := drafted.lookups.get(turn.id)) is not None:
+                    own = drafted.proposals[i]
+                    pairs = list(zip(own.draft.tokens, copy.tokens, strict=False))
                     agreed = next((k for k, (a, b) in enumerate(pairs) if a != b), len(pairs))
-                    drafts[i] = drafts[i].truncated(agreed)
-            return drafts, asked
+                    drafted.proposals[i] = replace(own, draft=own.draft.truncated(agreed))
+            return drafted
 
     monkeypatch.setattr(engine_module, "Drafting", Confirmed)
     assert broken(where) > VISIBLE
@@ -208,14 +220,15 @@ def test_mutation_a_copy_s_confidence_is_read_off_its_rivals_draft(monkeypatch: 
     """The policy sees a drafted token in the confidences of the draft itself: 1 where the copy says the same."""
 
     class Told(Drafting):
-        def view(self, turns: Sequence[DraftTurn], drafts: Sequence[Draft], other_tokens: int = 0) -> object:  # type: ignore[override]
+        def view(self, turns: Sequence[DraftTurn], drafted: Drafted, other_tokens: int = 0) -> StepView:
             shown = []
-            for turn, found in zip(turns, drafts, strict=True):
-                copy = self._found.get(turn.id)
+            for turn, proposal in zip(turns, drafted.proposals, strict=True):
+                copy, found = drafted.lookups.get(turn.id), proposal.draft
                 same = [] if copy is None else [a == b for a, b in zip(found.tokens, copy.tokens, strict=False)]
                 given = [1.0 if k < len(same) and same[k] else 0.0 for k in range(len(found.tokens))]
-                shown.append(Draft(found.tokens, found.parents, found.siblings, confidences=given))
-            return super().view(turns, shown, other_tokens)
+                draft = Draft(found.tokens, found.parents, found.siblings, confidences=given)
+                shown.append(replace(proposal, draft=draft))
+            return super().view(turns, replace(drafted, proposals=shown), other_tokens)
 
     monkeypatch.setattr(engine_module, "Drafting", Told)
     assert broken("engine", "threshold") > VISIBLE

@@ -19,8 +19,7 @@ import outrider.decoding.drafting as drafting_module
 import outrider.drafters.chain as chain_module
 import tests.proof.toys as toys_module
 from outrider.decoding.cost import Floats, Ints
-from outrider.decoding.gate import SkipDrafting
-from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
+from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, SkipDrafting, ThresholdPolicy
 from outrider.decoding.structured import GrammarState
 from outrider.drafters.base import DraftCall
 from outrider.drafters.draft import Draft, allowed_part

@@ -126,7 +126,7 @@ def test_the_engine_warms_up_before_requests_are_taken(model: Model) -> None:
         with serving(model) as served:
             assert {thread for thread, _ in steps} == {"engine"} and sum(proposed for _, proposed in steps) > 0
             assert served.engine.idle and served.engine.last is None and served.engine.scheduler.allocator.used == 0
-            assert served.engine.drafting.history.gate_view([], []).typical_K is None
+            assert served.engine.drafting.acceptance.plan_view([], []).typical_K is None
             assert served.metric("generation_tokens_total") == served.metric("spec_decode_num_drafts_total") == 0
 
 

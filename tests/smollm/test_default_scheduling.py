@@ -9,8 +9,7 @@ import pytest
 
 import outrider
 import outrider.api.scheduling as scheduling
-from outrider.decoding.gate import SkipDrafting
-from outrider.decoding.policies import FixedPolicy, LookAhead
+from outrider.decoding.policies import FixedPolicy, LookAhead, SkipDrafting
 from outrider.decoding.profile import machine_profile
 from outrider.target.hub import EMBEDDED_ID
 from outrider.utils.files import cache_dir
@@ -40,7 +39,7 @@ def test_generate_and_python_follow_the_machines_profile(
     model = outrider.load(EMBEDDED_ID)
     again = model.generate(PROMPT, max_new_tokens=24)
     chosen = model.scheduling
-    assert isinstance(chosen.policy, LookAhead) and isinstance(chosen.gate, SkipDrafting)
+    assert isinstance(chosen.policy, SkipDrafting) and isinstance(chosen.policy.policy, LookAhead)
     assert chosen.costs.startswith("step costs measured on ") and chosen.profile == profile and not caplog.text
     plain = model.generate(PROMPT, max_new_tokens=24, policy=FixedPolicy(0))
     assert said.rstrip("\n") == again.text == plain.text and again.rounds < plain.rounds == 24

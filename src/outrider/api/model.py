@@ -40,7 +40,6 @@ from outrider.data.chat import render
 from outrider.data.conversations import Message
 from outrider.decoding.drafting import SchedulerState
 from outrider.decoding.engine import Engine, config_for
-from outrider.decoding.gate import DraftGate
 from outrider.decoding.generate import stream
 from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.decoding.request import FinishReason, Output, Request, StopRules
@@ -105,7 +104,7 @@ class Model:
         tools                 JSON schemas, for chat templates that know them
         raw                   continue the text, without chat template; False
         confidence_threshold  verify drafts while so confident; None: see `scheduling`
-        policy, gate          how many drafts are verified, and who drafts (scheduling/); None: see `scheduling`
+        policy                who drafts, and how many drafts are verified; None: see `scheduling`
         typical               a lossy rule (TypicalAcceptance); None: the output is distributed as the target's
         trace                 tell of every round where its tokens come from (RoundTrace); False
 
@@ -123,7 +122,7 @@ class Model:
         return choose_scheduling(self.target, self.drafter, self.say)
 
     @cached_property
-    def _experience(self) -> list[tuple[int, SchedulerState]]:
+    def _scheduler_states(self) -> list[tuple[int, SchedulerState]]:
         """What requests have taught so far, for the next one, and how many they were.
 
         Empty before the first, and while one is under way.
@@ -131,7 +130,7 @@ class Model:
         return []
 
     @contextmanager
-    def _experienced(self, requests: Sequence[Request], chosen: Scheduling) -> Iterator[SchedulerState | None]:
+    def _with_scheduler_state(self, requests: Sequence[Request], chosen: Scheduling) -> Iterator[SchedulerState | None]:
         """What earlier requests taught, to be used and added to.
 
         None where a seed has to give the same tokens again, and where costs do not decide: what is learned under a
@@ -141,14 +140,14 @@ class Model:
             yield None
             return
         try:
-            earlier, experience = self._experience.pop()
+            earlier, scheduler_state = self._scheduler_states.pop()
         except IndexError:  # the first request, or one beside another
-            earlier, experience = 0, SchedulerState.of(None if self.drafter is None else self.drafter.drafter)
+            earlier, scheduler_state = 0, SchedulerState.of(None if self.drafter is None else self.drafter.drafter)
         try:
-            yield experience
+            yield scheduler_state
         finally:  # a request that ran beside this one may have put back what fewer or more have taught
-            candidates = [*self._experience, (earlier + len(requests), experience)]
-            self._experience[:] = [max(candidates, key=itemgetter(0))]
+            candidates = [*self._scheduler_states, (earlier + len(requests), scheduler_state)]
+            self._scheduler_states[:] = [max(candidates, key=itemgetter(0))]
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -165,7 +164,6 @@ class Model:
         *,
         confidence_threshold: float | None = None,
         policy: Policy | None = None,
-        gate: DraftGate | None = None,
         typical: TypicalAcceptance | None = None,
         **options: Any,
     ) -> Iterator[Output]:
@@ -173,10 +171,10 @@ class Model:
 
         Raises:
             ValueError: an empty prompt or one that does not fit the target's context, a keyword out of its range, or a
-                threshold beside a policy or a gate.
+                threshold beside a policy.
             TypeError: no such keyword.
         """
-        request, chosen = self._request(prompt, **options), self._scheduling(confidence_threshold, policy, gate)
+        request, chosen = self._request(prompt, **options), self._scheduling(confidence_threshold, policy)
         return self._chunks(request, chosen, typical)
 
     @overload
@@ -200,7 +198,7 @@ class Model:
         seeds = [None if seed is None else seed + i for i in range(len(prompt))]
         if options.get("typical") is not None or not isinstance(self.target, Target) or not batches(self.target.config):
             return [self._generate(one, seed=own, **options) for one, own in zip(prompt, seeds, strict=True)]
-        chosen = self._scheduling(*(options.pop(name, None) for name in ("confidence_threshold", "policy", "gate")))
+        chosen = self._scheduling(*(options.pop(name, None) for name in ("confidence_threshold", "policy")))
         options.pop("typical", None)
         requests = [
             self._request(one, id=str(number), seed=own, **options)
@@ -292,18 +290,18 @@ class Model:
             compiled = self.grammars.compile(wanted)
         return Request(id, tokens, params, rules=rules, grammar=compiled, trace=trace)
 
-    def _scheduling(self, threshold: float | None, policy: Policy | None, gate: DraftGate | None) -> Scheduling:
-        if threshold is None and policy is None and gate is None:
+    def _scheduling(self, threshold: float | None, policy: Policy | None) -> Scheduling:
+        if threshold is None and policy is None:
             return self.scheduling
         if threshold is not None:
-            if policy is not None or gate is not None:
-                raise ValueError("confidence_threshold is a policy of its own: leave out policy and gate.")
+            if policy is not None:
+                raise ValueError("confidence_threshold is a policy of its own: leave out policy.")
             policy = ThresholdPolicy(threshold)
-        return given(policy or FixedPolicy(), gate)
+        return given(policy or FixedPolicy())
 
     def _chunks(self, request: Request, chosen: Scheduling, typical: TypicalAcceptance | None) -> Iterator[Output]:
         drafter = None if self.drafter is None else self.drafter.drafter
-        with self._experienced([request], chosen) as experience:
+        with self._with_scheduler_state([request], chosen) as scheduler_state:
             yield from stream(
                 self.target,
                 request.prompt,
@@ -311,11 +309,10 @@ class Model:
                 params=request.params,
                 rules=request.rules,
                 policy=chosen.policy,
-                gate=chosen.gate,
                 typical=typical,
                 grammar=request.grammar,
                 traced=request.trace,
-                experience=experience,
+                scheduler_state=scheduler_state,
             )
 
     def _generate(self, prompt: Prompt, **options: Any) -> Response:
@@ -328,8 +325,8 @@ class Model:
         config = config_for(requests, draft_slots(drafter))
         outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
         found: dict[str, Response] = {}
-        with self._experienced(requests, chosen) as experience:
-            engine = Engine(target, drafter, chosen.policy, gate=chosen.gate, config=config, experience=experience)
+        with self._with_scheduler_state(requests, chosen) as scheduler_state:
+            engine = Engine(target, drafter, chosen.policy, config=config, scheduler_state=scheduler_state)
             # Closed also where it is interrupted: ids must not stay in what is learned, the next batch has the same.
             with closing(engine.run(requests)) as steps:
                 for output in chain.from_iterable(steps):

@@ -3,7 +3,7 @@
 --confidence-threshold X    the longest prefix whose confidences are all >= X
 --draft-length K            K drafts; as many as the drafter has and more: whole drafts
 neither                     per round, by what a step costs here and what is expected to be accepted: `LookAhead`
-                            and, where a draft costs something or there are copies beside it, `SkipDrafting`, over
+                            and, if a draft costs something or prompt lookup may take its place, `SkipDrafting`, over
                             the machine's profile
 neither, trees              whole trees: no policy plans the nodes of trees
 neither, no profile         the drafter's recommended threshold, else whole drafts: targets that cannot be timed here
@@ -20,7 +20,6 @@ import numpy as np
 
 from outrider.api.drafter import OpenedDrafter
 from outrider.backends.local import SKIP, build_variant
-from outrider.decoding.gate import DraftGate
 from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.decoding.profile import MachineProfile, machine_profile
 from outrider.drafters.base import Drafter
@@ -33,12 +32,15 @@ _NEGLIGIBLE = 0.01  # share of a plain step: whether to make a draft that costs 
 
 @dataclass(frozen=True)
 class Scheduling:
-    """A policy and a gate. `name`: in reports; `costs`: whence the step costs are that they decide by, "" for none;
-    `profile`: the file of these.
+    """A policy and how it was chosen.
+
+    Attributes:
+        name: of the policy, in reports.
+        costs: what measured the step costs that it decides by; "": it weighs none.
+        profile: the file of these costs.
     """
 
     policy: Policy
-    gate: DraftGate | None = None
     name: str = ""
     costs: str = ""
     profile: Path | None = None
@@ -53,18 +55,18 @@ class Scheduling:
 def by_profile(drafter: Drafter, known: MachineProfile) -> Scheduling:
     """The choice by measured step costs, for a drafter of chains.
 
-    Who drafts is decided where a draft costs something, or where it takes the place of a copy.
+    Who drafts is decided if a draft costs something, or if it takes the place of a prompt lookup.
     """
     profile = known.profile
     draft, step = profile.draft_seconds(1), profile.verify_seconds(np.array([1]), 1, 0.0).item()
-    name = BY_PROFILE if drafter.copies is not None or draft > _NEGLIGIBLE * step else UNGATED
+    name = BY_PROFILE if drafter.sources.lookup is not None or draft > _NEGLIGIBLE * step else UNGATED
     variant = build_variant(name, drafter.gamma, None, cost=profile)
-    return Scheduling(variant.policy, variant.gate, name, costs=known.facts, profile=known.path)
+    return Scheduling(variant.policy, name, costs=known.facts, profile=known.path)
 
 
-def given(policy: Policy, gate: DraftGate | None = None) -> Scheduling:
+def given(policy: Policy) -> Scheduling:
     """What a caller asks for."""
-    return Scheduling(policy, gate, repr(policy))
+    return Scheduling(policy, repr(policy))
 
 
 def choose_scheduling(

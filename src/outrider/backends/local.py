@@ -18,11 +18,9 @@ from typing import Any
 
 from outrider.decoding.cost import LearnedCost, StepCost
 from outrider.decoding.engine import Engine
-from outrider.decoding.gate import AlwaysDraft, DraftGate, SkipDrafting
-from outrider.decoding.policies import BY_COST, FixedPolicy, Policy, ThresholdPolicy
+from outrider.decoding.policies import BY_COST, FixedPolicy, Policy, SkipDrafting, ThresholdPolicy
 from outrider.decoding.scheduler import EngineConfig
-from outrider.drafters.base import DraftCall, Drafter, WrappedDrafter, draft_slots
-from outrider.drafters.draft import Draft
+from outrider.drafters.base import Drafter, draft_slots
 from outrider.target.model import Target
 
 NO_SPECULATION = "none"
@@ -35,12 +33,11 @@ KNOWN = f"{', '.join([NO_SPECULATION, 'fixed-K', 'threshold', *BY_COST])}, and N
 
 @dataclass(frozen=True)
 class Variant:
-    """Draft length, verification policy and draft gate under one name. `drafts`: most of them; 0: no drafter."""
+    """A policy and a draft length under one name. `drafts`: most draft tokens; 0: no drafter."""
 
     name: str
     drafts: int
     policy: Policy
-    gate: DraftGate
 
 
 def is_adaptive(name: str) -> bool:
@@ -92,18 +89,17 @@ def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost
     Raises:
         ValueError: unknown, or it needs what is not there.
     """
-    always = AlwaysDraft()
     if name == NO_SPECULATION:
-        return Variant(name, 0, FixedPolicy(), gate=always)
+        return Variant(name, 0, FixedPolicy())
     if name == "threshold":
         if threshold is None:
             raise ValueError(
                 "variant threshold: the drafter recommends none; give --confidence-threshold, store one "
                 "(outrider package --confidence-threshold), or leave the variant out."
             )
-        return Variant(name, gamma, ThresholdPolicy(threshold), gate=always)
+        return Variant(name, gamma, ThresholdPolicy(threshold))
     if name.startswith(_FIXED):
-        return Variant(name, fixed_length(name, gamma), FixedPolicy(), gate=always)
+        return Variant(name, fixed_length(name, gamma), FixedPolicy())
     if not is_adaptive(name):
         raise ValueError(f"no variant {name!r}; there are {KNOWN}.")
     if cost is None:
@@ -111,11 +107,10 @@ def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost
             f"variant {name} decides by what steps cost here: measure that (outrider profile --out FILE) and give "
             "--profile FILE, or leave the variant out."
         )
-    gate: DraftGate = always
-    if name.endswith(SKIP):
-        cost = LearnedCost(cost)
-        gate = SkipDrafting(cost)
-    return Variant(name, gamma, BY_COST[name.removesuffix(SKIP)](cost), gate=gate)
+    if not name.endswith(SKIP):
+        return Variant(name, gamma, BY_COST[name](cost))
+    learned = LearnedCost(cost)
+    return Variant(name, gamma, SkipDrafting(learned, BY_COST[name.removesuffix(SKIP)](learned)))
 
 
 @dataclass(frozen=True)
@@ -212,33 +207,12 @@ def choose_variants(drafters: Sequence[NamedDrafter], names: Sequence[str] | Non
     return [(drafters[0].drafter, plain), *built]
 
 
-# ----------------------------------------------------------------------------
-# A drafter that is asked for less than it can draft: a fixed length pays for no draft that is never verified.
-# ----------------------------------------------------------------------------
-
-
-class LimitedDrafter(WrappedDrafter):
-    """A drafter that is asked for at most `drafts` tokens: of a chain its length, of a tree its nodes."""
-
-    def __init__(self, drafter: Drafter, drafts: int) -> None:
-        super().__init__(drafter)
-        assert 1 <= drafts <= drafter.slots
-        self.gamma = min(drafts, drafter.gamma)
-        self.nodes = drafts if drafter.trees else None
-        if drafter.copies is not None:
-            self.copies = replace(drafter.copies, gamma=min(drafts, drafter.copies.gamma))
-
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
-        asked = [call.nodes if self.trees else call.limit for call in calls]
-        assert all(most is not None and most <= self.slots for most in asked), "engines plan with our slots"
-        return super().propose(calls, min_confidence)
-
-
 def limited(drafter: Drafter, drafts: int) -> Drafter | None:
-    """The drafter, asked for at most so many draft tokens (of a tree: nodes); None for 0."""
-    if drafts == 0:
-        return None
-    return drafter if drafts == drafter.slots else LimitedDrafter(drafter, drafts)
+    """The drafter, asked for at most so many draft tokens (of a tree: nodes); None for 0.
+
+    A fixed length pays for no draft that is never verified.
+    """
+    return None if drafts == 0 else drafter.limited(drafts)
 
 
 # ----------------------------------------------------------------------------
@@ -265,8 +239,6 @@ def local_engines(
     def serve(name: str, level: float) -> Engine:
         drafter, variant = by_name[name]
         gc.collect()  # the last engine's memory comes back now, not inside the window
-        return Engine(
-            target, limited(drafter, variant.drafts), variant.policy, gate=variant.gate, config=config_at(level)
-        )
+        return Engine(target, limited(drafter, variant.drafts), variant.policy, config=config_at(level))
 
     return serve

@@ -291,7 +291,6 @@ def _measure(model: Model, settings: TaskSettings, out: Path, console: Console) 
             settings=settings,
             drafter_info=model.drafter.info(),
             policy=chosen.policy,
-            gate=chosen.gate,
             recorded={"drafter": model.drafter.name, "policy": chosen.name},
             versions=versions(),
             on_progress=on_progress,

@@ -135,7 +135,6 @@ def evaluate_command(
                 settings=config,
                 drafter_info=opened.info(label),
                 policy=chosen.policy,
-                gate=chosen.gate,
                 recorded=about,
                 versions=versions(),
                 on_progress=on_progress,
@@ -205,9 +204,7 @@ def _measure_others(
     found = {}
     for name, other in others.items():
         chosen = choose(other)
-        found[name] = speedups(
-            measure(other.drafter, settings=few, drafter_info=other.info(), policy=chosen.policy, gate=chosen.gate)
-        )
+        found[name] = speedups(measure(other.drafter, settings=few, drafter_info=other.info(), policy=chosen.policy))
     return found
 
 

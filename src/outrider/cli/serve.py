@@ -321,7 +321,7 @@ def build_server(
         cost = Profile.load(profile)
         cost.check(setting_of(model.target, drafter))
         chosen = by_profile(drafter, MachineProfile(cost, profile, None))
-    engine = Engine(model.target, drafter, chosen.policy, gate=chosen.gate, config=config)
+    engine = Engine(model.target, drafter, chosen.policy, config=config)
     name = name or model.target.name
     worker = Worker(engine, ServerMetrics(name, engine), max_waiting)
     return Server(worker, name, Limits(max_new_tokens), thinking=thinking)

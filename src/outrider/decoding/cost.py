@@ -25,6 +25,7 @@ from outrider.utils.files import invalid_fields, write_atomically
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 class StepCost(Protocol):
@@ -128,8 +129,10 @@ class LearnedCost:
     def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
         return self.cost.draft_seconds(drafting, depth)
 
-    def took(self, seconds: float, requests: int, context: float, *, verified: int, drafting: int, depth: int) -> None:
-        """Learn from a step that read no prompt: `verified` drafts in all, and a drafter asked for `drafting` requests,
+    def observe(
+        self, seconds: float, requests: int, context: float, *, verified: int, drafting: int, depth: int
+    ) -> None:
+        """Update from a step that read no prompt, verified so many drafts in all, and drafted for `drafting` requests,
         `depth` tokens each at most.
         """
         if requests < 2:
@@ -175,6 +178,11 @@ class LearnedCost:
         if min(plain, drafts) < _FEWEST:
             return 1.0
         return math.exp(_KEPT ** self._since[bits, False] * (drafts_mean - plain_mean))
+
+
+def learned(cost: StepCost | None) -> LearnedCost | None:
+    """The cost as one that takes observations; None: it takes none."""
+    return cost if isinstance(cost, LearnedCost) else None
 
 
 # ----------------------------------------------------------------------------

@@ -1,28 +1,24 @@
-"""Who drafts in a round, and what gate and policy are shown: the same for a request alone and for a step of the engine.
+"""Drafts of the requests of a step: the same for a request alone and for a step of the engine.
 
-    look up       what each request's text may be copied from, and how much of it is expected to be accepted
-    gate          earlier rounds and committed text alone  ->  how deep each request drafts; 0: its copy, or nothing
-    read          what the requests that draft have committed since they last did, in one pass of the drafter
-    propose       their drafts
-    view, record  what the policy sees; remembered when the round is over
+    pause      is drafting considered at all in this step?                              (decoding/backoff.py)
+    look up    what prompt lookup offers each request                                   (decoding/prompt_lookup.py)
+    plan       how deep each request drafts; 0: its lookup, or nothing                  (Policy.depths)
+    read       the tokens that the requests that draft have committed since they last did, in one pass of the drafter
+    propose    their drafts
+    constrain  drafts end before a token that the request's constraint forbids
+
+`Drafting.draft` returns all of this as a `Drafted`; `view` shows it to the policy, and `observe` updates the acceptance
+estimates from the outcomes.
 
 The drafter reads committed tokens late, all at once when their request drafts next: a request that skips its drafts
 pays nothing for them, and what it skips for long is read in one product.
 
-A copy is a function of the committed text. What is expected of its token k is at first what drafters/ngram.py says;
-`Beliefs` of group m_k, the number of tokens that agree before it, correct that.
-
-Every copy is compared with the tokens that were committed in its place, drafted or not (in a round that rests: where
-any draft was verified). A token drawn from p_t equals the copied x with probability p_t(x), which is how often x is
-accepted. So beliefs about copies cost no drafts. The choice between copy and drafter is made before either has drafted
-a token, and a copy is as certain as a chosen token (one-hot), so verification stays exact.
-
-Shapes: R requests, K positions, N outcomes, T tokens, L aux layers, D target hidden.
+Shapes: R requests, K positions, T tokens, L aux layers, D target hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,17 +26,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.decoding.beliefs import Beliefs, Flags
-from outrider.decoding.cost import Floats, Ints, LearnedCost
-from outrider.decoding.gate import MANY, SOME, AlwaysDraft, DraftGate, History, Patience, known_verdicts
-from outrider.decoding.policies import CostPolicy, Policy, StepView
+from outrider.decoding.acceptance import Acceptance, known_verdicts
+from outrider.decoding.backoff import Backoff, Pause
+from outrider.decoding.cost import Floats, Ints, learned
+from outrider.decoding.policies import Policy, StepView
+from outrider.decoding.prompt_lookup import Lookup, PromptLookup, may_read_responses
 from outrider.decoding.request import RequestState
 from outrider.decoding.trace import PathRows, RoundTrace, Source, trace_round
 from outrider.decoding.verification import RoundResult
 from outrider.drafters.base import Drafter, FailedCall
 from outrider.drafters.draft import Draft, allowed_part
-from outrider.drafters.ngram import MOST_MATCHED, Library, NgramConfig, NgramSession, copy_confidences
-from outrider.sampling import SamplingParams
 
 _MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
 _MOST_STEPS = 32  # steps that wait to be noted for their requests
@@ -48,166 +43,76 @@ _MOST_STEPS = 32  # steps that wait to be noted for their requests
 
 @dataclass(frozen=True)
 class DraftTurn:
-    """A request in a round. `limit`: most draft tokens that it may bring, branches included."""
+    """A request in a step. `limit`: most draft tokens that it may bring, branches included; 0: it may not draft."""
 
     id: str
     state: RequestState
     limit: int
 
-
-_LEAST_SURVIVAL = 0.1  # of a copied token: one that is less likely to be reached is not worth its row of the forward
+    @property
+    def deepest(self) -> int:
+        """Most draft tokens of a chain that it can use."""
+        return min(self.limit, self.state.remaining - 1)
 
 
 @dataclass(frozen=True)
-class Copy:
-    """What a request may copy: the tokens behind an earlier occurrence of its last `matched` tokens.
+class Proposal:
+    """A request's draft. `source`: who drafted it; None: nobody. `reason`: why it is no longer, for people."""
 
-    `start`: committed tokens when it was found. `confidences`: what is expected of each token. `borrowed`: they are
-    from the library. `sampled`: they are compared with text drawn at a temperature above 0.
+    draft: Draft
+    source: Source | None
+    reason: str
+
+    @staticmethod
+    def none(reason: str) -> Proposal:
+        """No draft."""
+        return Proposal(Draft.empty(), None, reason)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The drafts of a step.
+
+    Attributes:
+        proposals: one for every request.
+        considered: requests that may use drafts.
+        drafting: for how many of them the drafter was asked.
+        lookups: what prompt lookup offered, by id, drafted or not.
+        pause: why drafts were not considered; None: they were.
+        failed: requests whose drafting failed, and why.
     """
 
-    start: int
-    matched: int
-    tokens: list[int]
-    confidences: list[float]
-    borrowed: bool = False
-    sampled: bool = False
+    proposals: list[Proposal]
+    considered: list[str] = field(default_factory=list)
+    drafting: int = 0
+    lookups: Mapping[str, Lookup] = field(default_factory=dict)
+    pause: Pause | None = None
+    failed: Mapping[str, Exception] = field(default_factory=dict)
 
-    def draft(self, limit: int, min_confidence: float) -> Draft:
-        """As a draft of at most `limit` tokens; it ends where they promise too little."""
-        count, survival = 0, 1.0
-        for confidence in self.confidences[:limit]:
-            survival *= confidence
-            if survival < _LEAST_SURVIVAL or confidence < min_confidence:
-                break
-            count += 1
-        return Draft.chain(self.tokens[:count], confidences=self.confidences[:count])
-
-    def outcomes(self, text: Sequence[int]) -> list[bool]:
-        """Which of its tokens agree with what was committed, up to the first that does not."""
-        found: list[bool] = []
-        for mine, true in zip(self.tokens, text[self.start :], strict=False):
-            found.append(mine == true)
-            if mine != true:
-                break
-        return found
+    @property
+    def drafts(self) -> list[Draft]:
+        """One for every request."""
+        return [proposal.draft for proposal in self.proposals]
 
 
-class Copies:
-    """What requests may copy, and what is expected of it, learned from all of them.
+@dataclass(frozen=True)
+class SchedulerState:
+    """The acceptance estimates of a drafter and of prompt lookup beside it: of an engine's requests, or of a model's.
 
-    Args:
-        config: how the texts are searched, and most tokens of a copy.
-        library: other texts, which are copied where more tokens agree; responses are added to it. None: there are none.
+    Requests that share one are told apart by their ids, and run in one thread.
     """
 
-    def __init__(self, config: NgramConfig, library: Library | None = None) -> None:
-        self.config, self.library = config, library
-        self.beliefs = Beliefs(1, 4 * MOST_MATCHED)
-        self._indexes: dict[str, NgramSession] = {}
+    acceptance: Acceptance
+    lookup: PromptLookup | None = None
 
-    def look_up(
-        self,
-        texts: Mapping[str, Sequence[int]],
-        open_to_responses: Collection[str] = (),
-        sampled: Collection[str] = (),
-        shortest: int = 1,
-    ) -> dict[str, Copy]:
-        """What each request may copy, by id, given its committed tokens; nothing where no suffix is known.
-
-        Args:
-            open_to_responses: requests that may copy the library's responses too, see `may_copy_responses`.
-            sampled: requests whose tokens are drawn at a temperature above 0.
-            shortest: tokens of a suffix of the own text that counts; fewer are cheap to pass over.
-        """
-        gamma, found = self.config.gamma, dict[str, tuple[int, list[int], bool]]()
-        for id, text in texts.items():
-            index = self._indexes.setdefault(id, NgramSession(self.config))
-            for token in text[len(index.tokens) : -1]:
-                index.append(token)
-            place = index.place(text[-1], shortest)
-            if place is not None:
-                found[id] = index.matched(place, text[-1], MOST_MATCHED), index.copy(place, text[-1], gamma), False
-            if self.library is not None:
-                ending = tuple(text[-MOST_MATCHED:])
-                matched, tokens = self.library.find(ending, gamma, responses=id in open_to_responses)
-                if tokens and (id not in found or matched > found[id][0]):
-                    found[id] = matched, tokens, True
-        if not found:
-            return {}
-        matched_RK = np.array([matched for matched, _, _ in found.values()])[:, None] + np.arange(gamma)
-        borrowed_N = np.repeat([borrowed for _, _, borrowed in found.values()], gamma)
-        sampled_N = np.repeat([id in sampled for id in found], gamma)
-        groups_N, prior_N1 = _kinds(matched_RK.ravel(), borrowed_N, sampled_N)
-        ids = [id for id in found for _ in range(gamma)]
-        expected_RK = self.beliefs.expected(ids, groups_N, prior_N1).reshape(matched_RK.shape)
-        return {
-            id: Copy(
-                len(texts[id]),
-                matched,
-                tokens,
-                confidences=own_K[: len(tokens)].tolist(),
-                borrowed=borrowed,
-                sampled=id in sampled,
-            )
-            for (id, (matched, tokens, borrowed)), own_K in zip(found.items(), expected_RK, strict=True)
-        }
-
-    def expected_RK(self, found: Mapping[str, Copy], ids: Sequence[str]) -> Floats | None:
-        """What is expected of the copies that were found for these requests, 0 without one; None: nothing was found."""
-        if not found:
-            return None
-        expected_RK = np.zeros((len(ids), self.config.gamma))
-        for expected_K, id in zip(expected_RK, ids, strict=True):
-            if id in found:
-                expected_K[: len(found[id].tokens)] = found[id].confidences
-        return expected_RK
-
-    def record(self, found: Mapping[str, Copy], texts: Mapping[str, Sequence[int]]) -> None:
-        """Learn from what was committed (`texts`, by id) in the place of copies, taken or not."""
-        if not found:
-            return
-        ids: list[str] = []
-        matched: list[int] = []
-        borrowed: list[bool] = []
-        sampled: list[bool] = []
-        right: list[bool] = []
-        for id, text in texts.items():
-            if (copy := found.get(id)) is not None:
-                outcomes = copy.outcomes(text)
-                ids += [id] * len(outcomes)
-                matched += range(copy.matched, copy.matched + len(outcomes))
-                borrowed += [copy.borrowed] * len(outcomes)
-                sampled += [copy.sampled] * len(outcomes)
-                right += outcomes
-        flags = (np.array(one, dtype=np.bool_) for one in (borrowed, sampled))
-        groups_N, prior_N1 = _kinds(np.array(matched, dtype=np.int64), *flags)
-        right_N = np.array(right, dtype=np.int64)
-        self.beliefs.record(ids, np.ones_like(right_N), right_N, groups_R=groups_N, confidences_RK=prior_N1)
-
-    def forget(self, id: str, response: Sequence[int] = ()) -> None:
-        """Drop what is known of a request that has left alone; its response goes to the library."""
-        self.beliefs.forget(id)
-        self._indexes.pop(id, None)
-        if self.library is not None:
-            self.library.add(response)
-
-
-def may_copy_responses(params: SamplingParams) -> bool:
-    """Whether the random numbers that judge a request's drafts are independent of earlier responses.
-
-    A client's seed may be that of an earlier request too, whose tokens were drawn with the numbers that would judge
-    their copies: too many would be accepted. A seed of our own is fresh, and a fixed text follows from no copy.
-    """
-    return params.fixed_text or params.seed is None
-
-
-def _kinds(matched_N: Ints, borrowed_N: Flags, sampled_N: Flags) -> tuple[Ints, Floats]:
-    """Groups [N] and prior confidences [N, 1] of copied tokens by how many agree before them, whence they are, and
-    whether they are compared with sampled text.
-    """
-    groups_N: Ints = np.minimum(matched_N, MOST_MATCHED) - 1 + MOST_MATCHED * (borrowed_N + 2 * sampled_N)
-    return groups_N, copy_confidences(matched_N, sampled_N)[:, None]
+    @staticmethod
+    def of(drafter: Drafter | None) -> SchedulerState:
+        """Before the first step."""
+        if drafter is None:
+            return SchedulerState(Acceptance(0))
+        sources = drafter.sources
+        lookup = None if sources.lookup is None else PromptLookup(sources.lookup, sources.library)
+        return SchedulerState(Acceptance(sources.drafter.slots, chains=not drafter.trees), lookup)
 
 
 @dataclass(frozen=True)
@@ -215,7 +120,7 @@ class _PlainSteps:
     """Steps in a row in which each of `states` committed one token, the first of them in the places `starts`.
 
     Their rows wait here in one piece: noting them request by request costs more than all else that drafting does in a
-    round that rests.
+    step that pauses.
     """
 
     states: list[RequestState]
@@ -230,232 +135,211 @@ class _PlainSteps:
             state.leave_unread(state.tokens[start : start + len(self.aux)], torch.stack(rows) if rows else None)
 
 
-@dataclass(frozen=True)
-class SchedulerState:
-    """What earlier rounds taught about a drafter and copies beside it: of an engine's requests, or of a model's.
-
-    Requests that share one are told apart by their ids, and run in one thread.
-    """
-
-    history: History
-    copies: Copies | None = None
-
-    @staticmethod
-    def of(drafter: Drafter | None) -> SchedulerState:
-        """Before the first round."""
-        if drafter is None:
-            return SchedulerState(History(0))
-        copies = None if drafter.copies is None else Copies(drafter.copies, drafter.library)
-        return SchedulerState(History(drafter.own_slots, chains=not drafter.trees), copies)
-
-
-def suffix_in_rests(requests: int) -> int:
-    """Tokens of the shortest suffix that is looked for in a round that rests; 0: none is.
-
-    Some requests pass over one and two tokens, which are found often and promise little. Fewer look for all: there a
-    copy gains more than looking for it takes.
-    """
-    return 0 if requests >= MANY else 3 if requests >= SOME else 1
-
-
 class Drafting:
-    """Drafts of the requests of one target, round after round.
+    """Drafts of the requests of one target, step after step.
 
     Args:
         drafter: None for plain decoding.
-        policy: decides on what is drafted here; it is only checked and asked for its reasons.
-        gate: which requests draft at all; every one by default.
-        experience: of earlier requests, which is added to; none by default.
-
-    Raises:
-        ValueError: the policy ends drafts by their confidence, which a gate would learn from.
+        policy: who drafts; how many drafts are verified, the engine asks it itself.
+        state: acceptance estimates of earlier requests, which are updated; none by default.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter | None,
-        policy: Policy,
-        gate: DraftGate | None = None,
-        experience: SchedulerState | None = None,
-    ) -> None:
-        self.drafter, self.policy, self.gate = drafter, policy, gate or AlwaysDraft()
-        if policy.min_confidence > 0 and not isinstance(self.gate, AlwaysDraft):
-            raise ValueError(
-                f"{policy} ends drafts at its min_confidence, so a gate would learn from the better ones only: "
-                "use a policy that decides by cost, or no gate."
-            )
-        experience = experience or SchedulerState.of(drafter)
-        self.history, self.copies = experience.history, experience.copies
-        self._found: dict[str, Copy] = {}  # copies of the round, taken or not
-        self._taken: set[str] = set()
-        self._cut: set[str] = set()  # requests whose drafts their constraint ended
-        self._depths: dict[str, int] = {}  # of the round, by the gate
-        self._patience = Patience(self.gate)
-        cost = policy.cost if isinstance(policy, CostPolicy) else None
-        self.learned_cost = cost if isinstance(cost, LearnedCost) else None  # told by the engine what steps take
+    def __init__(self, drafter: Drafter | None, policy: Policy, state: SchedulerState | None = None) -> None:
+        self.drafter, self.policy = drafter, policy
+        self.gamma = 0 if drafter is None else drafter.sources.drafter.gamma
+        state = state or SchedulerState.of(drafter)
+        self.acceptance, self.lookup = state.acceptance, state.lookup
+        self.backoff = Backoff(policy)
         self._plain_steps = _PlainSteps([], [])
-        self._resting = False
-        self._comparing = False  # whether the round goes without drafts for its sake
 
     def open(self, state: RequestState) -> None:
         """Begin a request's session."""
         if self.drafter is not None:
             state.session = self.drafter.new_session(state.capacity)
 
-    def draft(
-        self, turns: Sequence[DraftTurn], min_confidence: float, failed: dict[str, Exception], other_tokens: int = 0
-    ) -> tuple[list[Draft], int]:
-        """A draft for every request of the round that may use one, and for how many the drafter was asked.
+    def draft(self, turns: Sequence[DraftTurn], min_confidence: float, other_tokens: int = 0) -> Drafted:
+        """The drafts of a step, one for every request.
 
         Args:
-            failed: requests to leave out, and why; those whose drafting fails join them.
-            other_tokens: rows of the round's target forward that verify nothing.
+            other_tokens: rows of the step's target forward that verify nothing.
         """
-        drafts: list[Draft] = [Draft.empty() for _ in turns]
-        able = [i for i, turn in enumerate(turns) if turn.limit > 0 and turn.id not in failed]
-        self._taken.clear()
-        self._cut.clear()
-        self._depths.clear()
-        self._found = {}
-        self._comparing = False
-        ids = [turns[i].id for i in able]
+        able = [turn for turn in turns if turn.limit > 0]
         if self.drafter is None or not able:
-            return drafts, 0
-        if self.learned_cost is not None and not other_tokens and self.learned_cost.lacks_plain(len(turns)):
-            self._comparing = self._resting = True
-            return drafts, 0
-        self._resting = self._patience.rests(ids)
-        shortest = suffix_in_rests(len(turns)) if self._resting else 1
-        if self.copies is not None and shortest:
-            states = {turns[i].id: turns[i].state for i in able}
-            self._found = self.copies.look_up(
-                {id: state.tokens for id, state in states.items()},
-                open_to_responses={id for id, state in states.items() if may_copy_responses(state.params)},
-                sampled={id for id, state in states.items() if state.params.temperature > 0},
-                shortest=shortest,
-            )
-        depths = [0] * len(able)
-        if not self._resting:
-            view = self.history.gate_view(
-                ids,
-                [len(turns[i].state.tokens) for i in able],
-                other_tokens,
-                other_requests=len(turns) - len(able),
-                copied_RK=None if self.copies is None else self.copies.expected_RK(self._found, ids),
-                sampled=[turns[i].state.params.temperature > 0 for i in able],
-            )
-            depths = self.gate.depths(view).tolist()
-        limits = {i: min(turns[i].limit, depth) for i, depth in zip(able, depths, strict=True)}
-        self._depths = {turns[i].id: depth for i, depth in zip(able, depths, strict=True)}
-        chosen = [i for i in able if limits[i]]
-        for i in able:
-            if not limits[i] and (copy := self._found.get(turns[i].id)) is not None:
-                drafts[i] = copy.draft(min(turns[i].limit, turns[i].state.remaining - 1), min_confidence)
-                self._taken.add(turns[i].id)
-        while chosen:
-            self.read([turns[i].state for i in chosen])
-            calls = [turns[i].state.draft_call(limits[i]) for i in chosen]
-            try:
-                found = self.drafter.propose(calls, min_confidence)
-            except FailedCall as error:
-                # Ended, not drafted for again: whether drawing fails may depend on what is drawn. The others draw
-                # anew, which their own tokens had no part in.
-                lost = next(i for i, call in zip(chosen, calls, strict=True) if call.session is error.session)
-                failed[turns[lost].id] = error
-                chosen.remove(lost)
-                continue
-            for i, draft in zip(chosen, found, strict=True):
-                drafts[i] = draft
-            break
-        for i in able:
-            constraint = turns[i].state.constraint
-            if constraint is not None and turns[i].id not in failed:
-                try:
-                    whole, drafts[i] = drafts[i], allowed_part(drafts[i], constraint)
-                    if len(drafts[i].tokens) < len(whole.tokens):
-                        self._cut.add(turns[i].id)
-                except Exception as error:
-                    failed[turns[i].id] = error
-        return drafts, len(chosen)
+            none = Proposal.none("there is no drafter" if self.drafter is None else "only one more token could come")
+            return Drafted([none] * len(turns))
+        ids = [turn.id for turn in able]
+        pause = self.backoff.pause(ids, len(turns), other_tokens)
+        lookups = self._look_up(able, 1 if pause is None else pause.shortest_suffix)
+        depths = (
+            [0] * len(able)
+            if pause
+            else self._depths(able, lookups, other_requests=len(turns) - len(able), other_tokens=other_tokens)
+        )
+        drafting = [(turn, min(turn.limit, depth)) for turn, depth in zip(able, depths, strict=True) if depth]
+        drafts, failed = self._propose(drafting, min_confidence)
 
-    def view(self, turns: Sequence[DraftTurn], drafts: Sequence[Draft], other_tokens: int = 0) -> StepView:
-        """What the policy is shown of this round."""
-        return self.history.step_view(
+        skipped = Proposal.none(
+            "more tokens per second were expected without a draft" if pause is None else pause.reason
+        )
+        proposals = dict.fromkeys((turn.id for turn in turns), Proposal.none("only one more token could come"))
+        for turn, depth in zip(able, depths, strict=True):
+            if turn.id in drafts:
+                proposals[turn.id] = self._by_drafter(turn, drafts[turn.id], depth, min_confidence=min_confidence)
+            elif not depth and turn.id in lookups:
+                proposals[turn.id] = self._by_lookup(turn, lookups[turn.id], pause, min_confidence=min_confidence)
+            else:
+                proposals[turn.id] = skipped
+            if turn.state.constraint is not None and turn.id not in failed:
+                try:
+                    proposals[turn.id] = _constrained(proposals[turn.id], turn.state)
+                except Exception as error:
+                    failed[turn.id] = error
+        return Drafted(
+            [proposals[turn.id] for turn in turns], ids, len(drafts), lookups=lookups, pause=pause, failed=failed
+        )
+
+    def _look_up(self, turns: Sequence[DraftTurn], shortest_suffix: int) -> Mapping[str, Lookup]:
+        """What prompt lookup offers these requests, by id; `shortest_suffix` 0: nothing is searched."""
+        if self.lookup is None or not shortest_suffix:
+            return {}
+        params = {turn.id: turn.state.params for turn in turns}
+        return self.lookup.find(
+            {turn.id: turn.state.tokens for turn in turns},
+            open_to_responses={id for id, own in params.items() if may_read_responses(own)},
+            sampled={id for id, own in params.items() if own.temperature > 0},
+            shortest=shortest_suffix,
+        )
+
+    def _depths(
+        self, turns: Sequence[DraftTurn], lookups: Mapping[str, Lookup], *, other_requests: int, other_tokens: int
+    ) -> list[int]:
+        """How many tokens each of these requests drafts at most."""
+        ids = [turn.id for turn in turns]
+        view = self.acceptance.plan_view(
+            ids,
+            [len(turn.state.tokens) for turn in turns],
+            other_tokens,
+            other_requests=other_requests,
+            lookup_RK=None if self.lookup is None else self.lookup.expected_RK(lookups, ids),
+            sampled=[turn.state.params.temperature > 0 for turn in turns],
+        )
+        depths: list[int] = self.policy.depths(view).tolist()
+        return depths
+
+    def _propose(
+        self, drafting: Sequence[tuple[DraftTurn, int]], min_confidence: float
+    ) -> tuple[dict[str, Draft], dict[str, Exception]]:
+        """Drafts of the drafter by id, at most so many tokens each; and the requests whose draft could not be drawn.
+
+        A failed request ends, it is not drafted for again: whether drawing fails may depend on what is drawn. The
+        others draw anew, which their own tokens had no part in.
+        """
+        assert self.drafter is not None
+        failed: dict[str, Exception] = {}
+        while drafting:
+            self.read([turn.state for turn, _ in drafting])
+            calls = [turn.state.draft_call(limit) for turn, limit in drafting]
+            try:
+                drafts = self.drafter.propose(calls, min_confidence)
+            except FailedCall as error:
+                session = error.session
+                failed |= {turn.id: error for turn, _ in drafting if turn.state.session is session}
+                drafting = [(turn, limit) for turn, limit in drafting if turn.state.session is not session]
+            else:
+                return {turn.id: draft for (turn, _), draft in zip(drafting, drafts, strict=True)}, failed
+        return {}, failed
+
+    def _by_drafter(self, turn: DraftTurn, draft: Draft, depth: int, *, min_confidence: float) -> Proposal:
+        count = len(draft.tokens)
+        if turn.state.remaining == 1:
+            reason = "only one more token could come"
+        elif count and count in (turn.limit, turn.state.remaining - 1):
+            reason = "no more drafts fit the request or the step"
+        elif count and count == depth < self.gamma:
+            reason = f"the policy planned {depth} drafts"
+        elif min_confidence > 0 and count < self.gamma:
+            reason = f"draft {count + 1} had a confidence below {min_confidence:g}, so it was not drawn"
+        else:
+            reason = "the whole draft was verified" if count else "the drafter had nothing to propose"
+        return Proposal(draft, "drafter" if count else None, reason)
+
+    def _by_lookup(self, turn: DraftTurn, lookup: Lookup, pause: Pause | None, *, min_confidence: float) -> Proposal:
+        assert self.lookup is not None
+        draft = lookup.draft(turn.deepest, min_confidence)
+        count = len(draft.tokens)
+        if not count:
+            return Proposal(draft, "copy", "the copy promised too little" if pause is None else pause.reason)
+        whole = count == min(turn.deepest, self.lookup.config.gamma)
+        return Proposal(
+            draft,
+            "copy",
+            "the copy has as many tokens as a round may draft" if whole else "the rest of the copy promised too little",
+        )
+
+    def view(self, turns: Sequence[DraftTurn], drafted: Drafted, other_tokens: int = 0) -> StepView:
+        """The drafts as the policy reads them."""
+        return self.acceptance.step_view(
             [turn.id for turn in turns],
-            [draft.confidences for draft in drafts],
-            [len(draft.tokens) for draft in drafts],
+            [draft.confidences for draft in drafted.drafts],
+            [len(draft.tokens) for draft in drafted.drafts],
             contexts=[len(turn.state.tokens) for turn in turns],
             other_tokens=other_tokens,
-            copied=None if self.copies is None else [turn.id in self._taken for turn in turns],
+            looked_up=None if self.lookup is None else [proposal.source == "copy" for proposal in drafted.proposals],
             sampled=[turn.state.params.temperature > 0 for turn in turns],
         )
 
-    def record(self, turns: Sequence[DraftTurn], view: StepView | None, results: Sequence[RoundResult | None]) -> None:
-        """Remember a round, once its tokens are committed.
+    def observe(
+        self,
+        turns: Sequence[DraftTurn],
+        drafted: Drafted,
+        view: StepView | None,
+        *,
+        results: Sequence[RoundResult | None],
+    ) -> None:
+        """Update the estimates after a step whose tokens are committed.
 
         Args:
-            view: as the policy was shown; None: nothing was drafted.
-            results: None where the verification of the drafts failed.
+            view: as the policy read it; None: nothing was drafted.
+            results: None for requests whose verification failed.
         """
         if self.drafter is None:
             return
-        verified = any(one is not None and one.verified.tokens for one in results)
-        if verified or not self._resting:  # else nothing is learned of copies either: a rest takes no time for it
-            able = [turn.id for turn in turns if turn.limit > 0]
-            if able:
-                self._patience.told(able, verified)
-            if self.copies is not None:
-                self.copies.record(self._found, {turn.id: turn.state.tokens for turn in turns})
+        verified = any(result is not None and result.verified.tokens for result in results)
+        if verified or drafted.pause is None:  # a pause without verified drafts takes no time for updates
+            self.backoff.observe(drafted.considered, verified)
+            if self.lookup is not None:
+                self.lookup.observe(drafted.lookups, {turn.id: turn.state.tokens for turn in turns})
         if view is None:
-            self.history.skip(len(turns))
+            self.acceptance.skip(len(turns))
             return
         ids = [turn.id for turn in turns]
-        counts = [(0, 0) if one is None else (len(one.verified.tokens), one.verdict.accepted) for one in results]
+        counts = [
+            (0, 0) if result is None else (len(result.verified.tokens), result.verdict.accepted) for result in results
+        ]
         verified_R, accepted_R = np.array(counts, dtype=np.int64).reshape(-1, 2).T
         committed_R = np.array([len(turn.state.tokens) for turn in turns]) - view.contexts_R
         verified_R, accepted_R = known_verdicts(verified_R, accepted_R, committed_R)
-        self.history.record(ids, view, verified_R=verified_R, accepted_R=accepted_R)
+        self.acceptance.observe(ids, view, verified_R=verified_R, accepted_R=accepted_R)
 
-    def copied(self, id: str) -> bool:
-        """Whether the draft of this request was a copy in this round."""
-        return id in self._taken
+    def observe_cost(self, drafted: Drafted, seconds: float, context: float, *, verified: int) -> None:
+        """Update the cost of a step that read no prompt: its length, and how many drafts were verified in all."""
+        cost = learned(self.policy.step_cost)
+        if cost is not None:
+            depths = [len(proposal.draft.tokens) for proposal in drafted.proposals if proposal.source == "drafter"]
+            requests, depth = len(drafted.proposals), max([1, *depths])
+            cost.observe(seconds, requests, context, verified=verified, drafting=drafted.drafting, depth=depth)
 
-    def reason(
-        self, turn: DraftTurn, result: RoundResult, *, left: int, view: StepView | None, lengths_R: Ints, request: int
-    ) -> str:
-        """Why no more drafts of a request were verified in this round, for people.
+    def reason(self, drafted: Drafted, view: StepView | None, lengths_R: Ints, request: int) -> str:
+        """Why no more drafts of request number `request` were verified in this step, for people.
 
         Args:
-            left: tokens that the request could still commit before the round.
-            view: as the policy was shown; None: nothing was drafted.
-            lengths_R: verified drafts of all requests of the round, of which this is number `request`.
+            view: as the policy read it; None: nothing was drafted.
+            lengths_R: verified drafts of all requests of the step.
         """
-        drafted, depth, drafter = len(result.draft.tokens), self._depths.get(turn.id, 0), self.drafter
-        if view is not None and len(result.verified.tokens) < drafted:
+        proposal = drafted.proposals[request]
+        if view is not None and lengths_R[request] < len(proposal.draft.tokens):
             return self.policy.reason(view, lengths_R, request)
-        if drafter is None:
-            return "there is no drafter"
-        if left == 1:
-            return "only one more token could come"
-        if self._comparing:
-            return "the round went without drafts, to learn what they cost"
-        if self._resting and not drafted:
-            return "no draft was worth verifying in the rounds before, so none was looked for"
-        if turn.id in self._cut:
-            return "the next token of the draft is not allowed by the request's constraint"
-        if self.copied(turn.id):
-            if drafted in (turn.limit, left - 1) or (self.copies is not None and drafted == self.copies.config.gamma):
-                return "the copy has as many tokens as a round may draft"
-            return "the rest of the copy promised too little" if drafted else "the copy promised too little"
-        if not depth:
-            return "the gate expected more tokens per second without a draft"
-        if drafted and drafted in (turn.limit, left - 1):
-            return "no more drafts fit the request or the step"
-        if drafted and drafted == depth < drafter.own_gamma:
-            return f"the gate asked for {depth} drafts"
-        if self.policy.min_confidence > 0 and drafted < drafter.own_gamma:
-            return f"draft {drafted + 1} had a confidence below {self.policy.min_confidence:g}, so it was not drawn"
-        return "the whole draft was verified" if drafted else "the drafter had nothing to propose"
+        return proposal.reason
 
     def trace(
         self,
@@ -466,13 +350,11 @@ class Drafting:
         rows: PathRows,
         compared: Mapping[int, Tensor],
         number: int,
+        source: Source | None,
         reason: str,
         believed_K: Floats | None,
     ) -> RoundTrace:
-        """The trace of a request's round; see `trace_round`. `believed_K`: None where nothing was drafted."""
-        source: Source | None = None
-        if result.draft.tokens:
-            source = "copy" if self.copied(turn.id) else "drafter"
+        """The trace of a request's round; see `trace_round`. `believed_K`: None if nothing was drafted."""
         heads = None if self.drafter is None or self.drafter.trees else self.drafter.heads
         return trace_round(
             result,
@@ -480,7 +362,7 @@ class Drafting:
             rows,
             compared=compared,
             number=number,
-            source=source,
+            source=source if result.draft.tokens else None,
             reason=reason,
             raw=None if heads is None else partial(heads.uncalibrated, temperature=turn.state.params.temperature),
             believed=[] if believed_K is None else believed_K.tolist(),
@@ -493,7 +375,7 @@ class Drafting:
             state.leave_unread(list(tokens), aux_TLD)
 
     def committed_one_each(self, states: list[RequestState], starts: list[int], aux_RLD: Tensor | None) -> None:
-        """As `committed` for a token of each of these requests, which is in place `starts` of its tokens."""
+        """As `committed` for one token of each of these requests, in the places `starts` of their tokens."""
         if self.drafter is None:
             return
         if states != self._plain_steps.states or len(self._plain_steps.aux) == _MOST_STEPS:
@@ -525,11 +407,11 @@ class Drafting:
             state.all_read()
 
     def forget(self, id: str, response: Sequence[int]) -> None:
-        """Drop what was remembered of a request that has left; `response`: its committed tokens, for the library."""
-        self.history.forget(id)
-        self._patience.forget(id)
-        if self.copies is not None:
-            self.copies.forget(id, response)
+        """Drop the estimates of a request that has left; `response`: its committed tokens, for the library."""
+        self.acceptance.forget(id)
+        self.backoff.forget(id)
+        if self.lookup is not None:
+            self.lookup.forget(id, response)
 
     def close(self, state: RequestState) -> None:
         """Free what the drafter holds for a request."""
@@ -537,3 +419,12 @@ class Drafting:
         if self.drafter is not None and state.session is not None:
             self.drafter.end(state.session)
             state.session = None
+
+
+def _constrained(proposal: Proposal, state: RequestState) -> Proposal:
+    """The part of a draft that the request's constraint allows."""
+    assert state.constraint is not None
+    draft = allowed_part(proposal.draft, state.constraint)
+    if len(draft.tokens) == len(proposal.draft.tokens):
+        return Proposal(draft, proposal.source, proposal.reason)
+    return Proposal(draft, proposal.source, "the next token of the draft is not allowed by the request's constraint")

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from outrider.decoding.drafting import Drafting, DraftTurn, SchedulerState
-from outrider.decoding.gate import DraftGate
+from outrider.decoding.drafting import Drafted, Drafting, DraftTurn, SchedulerState
 from outrider.decoding.policies import FixedPolicy, Policy, StepView
 from outrider.decoding.reports import report
 from outrider.decoding.request import FinishReason, Output, Request, RequestState, StepRecord, StopRules
@@ -81,6 +80,7 @@ class Step:
         failed: requests that end with this step, and why.
         prefill_tokens: rows that read prompts.
         context: mean tokens of the requests that decode, before the step.
+        drafted: their drafts, and how they came about.
     """
 
     started: float
@@ -91,7 +91,7 @@ class Step:
     context: float
     draft_clock: Clock
     verify_clock: Clock
-    drafting: int = 0  # requests that the drafter was asked for
+    drafted: Drafted = field(default_factory=lambda: Drafted([]))
 
 
 class Engine:
@@ -99,12 +99,11 @@ class Engine:
 
     Args:
         drafter: None for plain decoding.
-        policy: how many drafts to verify; all of them by default.
-        gate: which requests draft at all; every one by default.
+        policy: who drafts, and how many drafts are verified; everybody, and all of them, by default.
         config: `default_config` by default.
         typical: a lossy rule that accepts more; the output is then not distributed as the target's.
         randomness: where random draws come from; generators of the requests' seeds by default.
-        experience: what earlier requests taught, which is added to; none by default.
+        scheduler_state: acceptance estimates of earlier requests, which are updated; none by default.
         kv: a pool of at least the config's blocks; the target's own by default.
         clock: seconds since some moment.
         learns_costs: whether the seconds of steps correct a `LearnedCost` of the policy. They differ from run to run,
@@ -120,19 +119,18 @@ class Engine:
         target: DecodingTarget,
         drafter: Drafter | None = None,
         policy: Policy | None = None,
-        gate: DraftGate | None = None,
         config: EngineConfig | None = None,
         *,
         typical: TypicalAcceptance | None = None,
         randomness: Randomness | None = None,
-        experience: SchedulerState | None = None,
+        scheduler_state: SchedulerState | None = None,
         kv: KVPool | None = None,
         clock: Callable[[], float] = time.perf_counter,
         learns_costs: bool = True,
     ) -> None:
         self.target, self.typical, self.randomness = target, typical, randomness
         self.policy: Policy = policy or FixedPolicy()
-        self.drafting = Drafting(drafter, self.policy, gate, experience=experience)
+        self.drafting = Drafting(drafter, self.policy, scheduler_state)
         self.config = config or default_config(target)
         self.clock, self.learns_costs = clock, learns_costs
         self.aux_layers = () if drafter is None else drafter.aux_layers
@@ -158,8 +156,8 @@ class Engine:
         """
         self.kv.claim()
         drafting, drafter = self.drafting, self.drafting.drafter
-        own = replace(SchedulerState.of(drafter), copies=None)  # copies would leave its text in the library
-        self.drafting = Drafting(drafter, self.policy, experience=own)
+        state = replace(SchedulerState.of(drafter), lookup=None)  # prompt lookup would leave its text in the library
+        self.drafting = Drafting(drafter, FixedPolicy(), state)
         fitting = self.config.num_blocks * self.config.block_size
         tokens = min(_WARM_UP_TOKENS, fitting // 2, self.target.max_context // 2)
         self.submit(Request("warm-up", [0] * tokens, rules=StopRules(tokens, stop_ids=())))
@@ -245,7 +243,11 @@ class Engine:
                 self.drafting.open(self._states[id])
             except Exception as error:
                 failed[id] = error
-        turns = [DraftTurn(work.id, self._states[work.id], work.limit) for work in plan.work if work.decodes]
+        turns = [
+            DraftTurn(work.id, self._states[work.id], 0 if work.id in failed else work.limit)
+            for work in plan.work
+            if work.decodes
+        ]
         context = sum(len(turn.state.tokens) for turn in turns) / max(1, len(turns))
         prefill_tokens = sum(work.prefill for work in plan.work)
         return Step(
@@ -263,16 +265,15 @@ class Engine:
         """A draft of each request that decodes; positions from the first confidence below the policy's minimum on may
         be left out."""
         with step.draft_clock:
-            drafts, step.drafting = self.drafting.draft(
-                step.turns, self.policy.min_confidence, step.failed, other_tokens=step.prefill_tokens
-            )
-        return drafts
+            step.drafted = self.drafting.draft(step.turns, self.policy.min_confidence, other_tokens=step.prefill_tokens)
+        step.failed.update(step.drafted.failed)
+        return step.drafted.drafts
 
     def schedule(self, step: Step, drafts: Sequence[Draft]) -> tuple[StepView | None, Sequence[Draft]]:
         """What the policy was shown (None: nothing was drafted), and the part of each draft that it has verified."""
         if not any(draft.tokens for draft in drafts):
             return None, drafts
-        view = self.drafting.view(step.turns, drafts, other_tokens=step.prefill_tokens)
+        view = self.drafting.view(step.turns, step.drafted, other_tokens=step.prefill_tokens)
         lengths = self.policy.lengths(view).tolist()
         return view, [draft.truncated(length) for draft, length in zip(drafts, lengths, strict=True)]
 
@@ -324,7 +325,7 @@ class Engine:
         with step.verify_clock:
             self.kv.keep_paths([(at[id].blocks, at[id].cached - len(rows), rows) for id, rows in kept.items()])
         if step.turns:
-            self.drafting.record(step.turns, view, [results.get(turn.id) for turn in step.turns])
+            self.drafting.observe(step.turns, step.drafted, view, results=[results.get(turn.id) for turn in step.turns])
         self._read(step, scores, kept)
         for output in outputs.values():
             if output.finish is not None:
@@ -347,6 +348,7 @@ class Engine:
             self.drafting,
             scores,
             turns=step.turns,
+            drafted=step.drafted,
             unasked={work.id: self._why_unasked(work) for work in step.plan.work if work.decodes},
             view=view,
             results=results,
@@ -414,17 +416,9 @@ class Engine:
         """The outputs with their share of the step's seconds; `last` is its record."""
         draft, verify = step.draft_clock.take(), step.verify_clock.take()
         seconds = self.clock() - step.started  # after the clocks, which wait for what a GPU has yet to do
-        learned = self.drafting.learned_cost if self.learns_costs else None
-        if learned is not None and results and not step.prefill_tokens:
-            own = [len(result.draft.tokens) for id, result in results.items() if not self.drafting.copied(id)]
-            learned.took(
-                seconds,
-                len(step.turns),
-                step.context,
-                verified=sum(len(result.verified.tokens) for result in results.values()),
-                drafting=step.drafting,
-                depth=max([1, *own]),
-            )
+        if self.learns_costs and results and not step.prefill_tokens:
+            verified = sum(len(result.verified.tokens) for result in results.values())
+            self.drafting.observe_cost(step.drafted, seconds, step.context, verified=verified)
         other = seconds - draft - verify
         self.last = StepRecord(
             seconds=seconds,
@@ -432,7 +426,7 @@ class Engine:
             verify_seconds=verify,
             other_seconds=other,
             requests=len(step.turns),
-            drafting=step.drafting,
+            drafting=step.drafted.drafting,
             tokens=scores.count,
             prefill_tokens=step.prefill_tokens,
             proposed=sum(len(result.draft.tokens) for result in results.values()),

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 from outrider.decoding.drafting import SchedulerState
 from outrider.decoding.engine import Engine, config_alone
-from outrider.decoding.gate import DraftGate
 from outrider.decoding.policies import Policy
 from outrider.decoding.request import FinishReason, Output, Request, StopRules
 from outrider.decoding.structured import Grammar
@@ -48,29 +47,28 @@ def stream(
     policy: Policy | None = None,
     typical: TypicalAcceptance | None = None,
     *,
-    gate: DraftGate | None = None,
     grammar: Grammar | None = None,
     randomness: Randomness | None = None,
     traced: bool = False,
-    experience: SchedulerState | None = None,
+    scheduler_state: SchedulerState | None = None,
 ) -> Iterator[Output]:
     """Decode one request and yield what each round gives; the first round's seconds include the prefill.
 
     Args:
         prompt: prompt tokens.
         drafter: None for plain decoding.
-        policy: how many drafts to verify; all of them by default.
+        policy: in which rounds it drafts, and how many drafts are verified; in each, and all of them, by default.
         typical: a lossy rule that accepts more; the output is then not distributed as the target's.
-        gate: in which rounds it drafts, and how deep; a whole draft in each by default.
         grammar: what the response must follow (decoding/structured.py); nothing by default.
         randomness: where random draws come from; the generators of `params.seed` by default.
         traced: every output has the trace of its round.
-        experience: what requests before this one taught, which is added to; no other request may use it meanwhile. How
-            much is drafted depends on it, and so do the tokens that a seed gives if sampling is not coupled.
+        scheduler_state: acceptance estimates of requests before this one, which are updated; no other request may use
+            them meanwhile. How much is drafted depends on them, and so do the tokens of a seed unless sampling is
+            coupled.
 
     Raises:
         ValueError: the prompt is empty or does not fit the target's context; a lossy rule for coupled sampling, whose
-            tokens no draft may change; or a gate beside a policy that ends drafts by their confidence.
+            tokens no draft may change.
     """
     request = Request("", prompt, params or SamplingParams(), rules=rules or StopRules(), trace=traced, grammar=grammar)
     config, kv = config_alone(target, request, draft_slots(drafter)), None
@@ -85,11 +83,10 @@ def stream(
         target,
         drafter,
         policy,
-        gate=gate,
         config=config,
         typical=typical,
         randomness=randomness,
-        experience=experience,
+        scheduler_state=scheduler_state,
         kv=kv,
         learns_costs=False,  # a seed gives the same tokens again
     )
@@ -118,9 +115,8 @@ def generate(
     policy: Policy | None = None,
     typical: TypicalAcceptance | None = None,
     *,
-    gate: DraftGate | None = None,
     grammar: Grammar | None = None,
-    experience: SchedulerState | None = None,
+    scheduler_state: SchedulerState | None = None,
 ) -> Generation:
     """Decode one request, see `stream`, and return the whole response."""
     started = time.perf_counter()
@@ -133,9 +129,8 @@ def generate(
             rules=rules,
             policy=policy,
             typical=typical,
-            gate=gate,
             grammar=grammar,
-            experience=experience,
+            scheduler_state=scheduler_state,
         )
     )
     return generation_of(rounds, time.perf_counter() - started)

@@ -343,7 +343,7 @@ def measure_profile(
         setting=setting_of(target, drafter),
         cells=cells,
         fit=Additive.fit(cells),
-        gamma=0 if drafter is None else drafter.own_gamma,
+        gamma=0 if drafter is None else drafter.sources.drafter.gamma,
         draft=_curve("draft", timed),
         draft_one=_curve("draft_one", timed),
         extend=_curve("extend", timed),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.decoding.drafting import Drafting, DraftTurn
+from outrider.decoding.drafting import Drafted, Drafting, DraftTurn
 from outrider.decoding.policies import StepView
 from outrider.decoding.request import Request, TokenLogprob
 from outrider.decoding.scoring import Scores
@@ -25,6 +25,7 @@ def report(
     scores: Scores,
     *,
     turns: Sequence[DraftTurn],
+    drafted: Drafted,
     unasked: Mapping[str, str],
     view: StepView | None,
     results: Mapping[str, RoundResult],
@@ -33,7 +34,7 @@ def report(
 
     Args:
         committed: requests with what the step gave them.
-        turns: of all requests that decode.
+        turns, drafted: of all requests that decode.
         unasked: why a request was not asked for a draft; "": it was.
         view: as the policy was shown; None: nothing was drafted.
     """
@@ -52,10 +53,7 @@ def report(
     for id, rows in zip(traced, paths, strict=True):
         place, tokens = places[id], committed[id][1]
         turn = turns[place]
-        left = turn.state.remaining + len(tokens)
-        reason = unasked[id] or drafting.reason(
-            turn, results[id], left=left, view=view, lengths_R=lengths_R, request=place
-        )
+        reason = unasked[id] or drafting.reason(drafted, view, lengths_R, request=place)
         fields.setdefault(id, {})["trace"] = drafting.trace(
             turn,
             results[id],
@@ -63,6 +61,7 @@ def report(
             rows=rows,
             compared=scores.compared[id],
             number=turn.state.rounds,
+            source=drafted.proposals[place].source,
             reason=reason,
             believed_K=None if view is None else view.confidences_RK[place],
         )

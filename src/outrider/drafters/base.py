@@ -102,8 +102,6 @@ class Drafter(ABC):
         config: what the cost of a draft follows from, a dataclass; None: nothing but the drafter's class.
         heads: what its chains are sampled with; None where it samples none.
         calibratable: what `outrider calibrate` measures of it: its confidences, or the accuracy of its candidates.
-        copies: how the text so far is copied where that promises more than its drafts; None: not at all.
-        library: other texts that are copied likewise.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -112,8 +110,6 @@ class Drafter(ABC):
     config: Any = None
     heads: ChainHeads | None = None
     calibratable: Calibratable = None
-    copies: NgramConfig | None = None
-    library: Library | None = None
 
     @property
     def trees(self) -> bool:
@@ -126,14 +122,13 @@ class Drafter(ABC):
         return self.gamma if self.nodes is None else self.nodes
 
     @property
-    def own_slots(self) -> int:
-        """Most draft tokens of `propose`: `slots`, copies left out."""
-        return self.slots
+    def sources(self) -> Sources:
+        """Where the drafts of a request may come from: itself alone, unless it is made of two."""
+        return Sources(self)
 
-    @property
-    def own_gamma(self) -> int:
-        """Most tokens of `propose` that can be accepted: `gamma`, copies left out."""
-        return self.gamma
+    def limited(self, drafts: int) -> Drafter:
+        """The same drafter, asked for at most so many tokens, at least 1: its length, or the nodes of a tree."""
+        return self if drafts >= self.slots else LimitedDrafter(self, drafts)
 
     def of_length(self, gamma: int) -> Drafter:
         """The same drafter as one that always drafts `gamma` tokens; only a block drafter's pass depends on it."""
@@ -178,16 +173,7 @@ class WrappedDrafter(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.aux_layers, self.gamma, self.nodes = drafter.aux_layers, drafter.gamma, drafter.nodes
-        self.copies, self.library = drafter.copies, drafter.library
         self.config, self.heads = drafter.config, drafter.heads
-
-    @property
-    def own_slots(self) -> int:
-        return min(self.slots, self.drafter.own_slots)
-
-    @property
-    def own_gamma(self) -> int:
-        return min(self.gamma, self.drafter.own_gamma)
 
     def new_session(self, capacity: int) -> Any:
         return self.drafter.new_session(capacity)
@@ -200,6 +186,36 @@ class WrappedDrafter(Drafter):
 
     def end(self, session: Any) -> None:
         self.drafter.end(session)
+
+
+class LimitedDrafter(WrappedDrafter):
+    """A drafter that is asked for at most `drafts` tokens; see `Drafter.limited`."""
+
+    def __init__(self, drafter: Drafter, drafts: int) -> None:
+        super().__init__(drafter)
+        assert 1 <= drafts <= drafter.slots
+        self.gamma = min(drafts, drafter.gamma)
+        self.nodes = drafts if drafter.trees else None
+
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
+        counts = [call.nodes if self.trees else call.limit for call in calls]
+        assert all(count is not None and count <= self.slots for count in counts), "engines plan with our slots"
+        return super().propose(calls, min_confidence)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the drafts of a request may come from.
+
+    Attributes:
+        drafter: what `propose` reaches; drafting costs its passes.
+        lookup: how prompt lookup searches, which costs no pass; None: there is none.
+        library: other texts that it may search.
+    """
+
+    drafter: Drafter
+    lookup: NgramConfig | None = None
+    library: Library | None = None
 
 
 def longest_draft(calls: Sequence[DraftCall], gamma: int) -> int:

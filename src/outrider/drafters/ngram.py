@@ -19,13 +19,13 @@ right:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Drafter, WrappedDrafter
+from outrider.drafters.base import DraftCall, Drafter, Sources, WrappedDrafter
 from outrider.drafters.draft import Draft
 
 _MOST_DRAFTS = 4096  # of one round
@@ -221,36 +221,40 @@ def copy_confidences(matched: NDArray[np.int64], sampled: NDArray[np.bool_] | bo
 
 
 # ----------------------------------------------------------------------------
-# A trained drafter beside copies from the text so far; decoding/drafting.py chooses between them.
+# A trained drafter with prompt lookup beside it; decoding/drafting.py chooses between the two.
 #
 #     trained drafter   p_d of its own, seconds for every draft
-#     copy              what followed the longest known suffix, in the text so far or in others: one-hot, no seconds,
-#                       and longer where the text repeats itself
+#     prompt lookup     what followed the longest known suffix, in the text so far or in others: one-hot, no seconds,
+#                       and longer if the text repeats itself
 #
-# Which of them drafts is decided per request and round from what is committed and what came of earlier drafts, before
+# Which of them drafts is decided per request and round from committed tokens and the outcomes of earlier drafts, before
 # either has a token: a choice that reads the drafted tokens would favour some of them.
 # ----------------------------------------------------------------------------
 
 
-COPIES = NgramConfig(gamma=16)
+LOOKUP = NgramConfig(gamma=16)
 
 
 class HybridDrafter(WrappedDrafter):
-    """`trained` with `copies` of the text so far beside it, which are no drafts of its own: it proposes as `trained`.
-
-    Its drafts may be trees; a copy is a chain all the same.
+    """A drafter made of two: `trained`, which proposes, and prompt lookup, whose drafts are chains of their own.
 
     Args:
-        library: other texts that may be copied; none by default.
+        library: other texts that prompt lookup may search; none by default.
     """
 
-    copies: NgramConfig
-
-    def __init__(self, trained: Drafter, copies: NgramConfig = COPIES, library: Library | None = None) -> None:
+    def __init__(self, trained: Drafter, lookup: NgramConfig = LOOKUP, library: Library | None = None) -> None:
         super().__init__(trained)
-        self.copies, self.library = copies, library
-        self.gamma = max(trained.gamma, copies.gamma)
+        self.lookup, self.library = lookup, library
+        self.gamma = max(trained.gamma, lookup.gamma)
 
     @property
     def slots(self) -> int:
-        return max(self.drafter.slots, self.copies.gamma)
+        return max(self.drafter.slots, self.lookup.gamma)
+
+    @property
+    def sources(self) -> Sources:
+        return Sources(self.drafter, self.lookup, self.library)
+
+    def limited(self, drafts: int) -> HybridDrafter:
+        lookup = replace(self.lookup, gamma=min(drafts, self.lookup.gamma))
+        return HybridDrafter(self.drafter.limited(drafts), lookup, self.library)

@@ -93,14 +93,14 @@ def measure_costs(
     Raises:
         ValueError: the context exceeds the target's.
     """
-    deepest = max(drafter.own_gamma for _, drafter in drafters)
-    rounds_each = [range(1, drafter.own_gamma + 1) for _, drafter in drafters]
+    deepest = max(drafter.sources.drafter.gamma for _, drafter in drafters)
+    rounds_each = [range(1, drafter.sources.drafter.gamma + 1) for _, drafter in drafters]
     if context + READ * deepest + deepest > target.max_context:
         raise ValueError(f"context {context}: {target.name} reads {target.max_context} tokens; give less.")
     tokens = sample_text(target, context + 1)
     aux_layers = [_aux_hidden_states(target, drafter, tokens[:-1]) for _, drafter in drafters]
     shortened = [
-        {gamma: drafter if gamma == drafter.own_gamma else drafter.of_length(gamma) for gamma in gammas}
+        {gamma: drafter if gamma == drafter.sources.drafter.gamma else drafter.of_length(gamma) for gamma in gammas}
         for (_, drafter), gammas in zip(drafters, rounds_each, strict=True)
     ]
     spent: dict[tuple[int, int], list[tuple[float, float, int]]] = {}

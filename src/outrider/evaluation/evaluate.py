@@ -28,7 +28,6 @@ from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings, load_tasks
 from outrider.decoding.drafting import SchedulerState
 from outrider.decoding.engine import Engine, config_for
-from outrider.decoding.gate import DraftGate
 from outrider.decoding.generate import Generation, acceptance, generate, generation_of
 from outrider.decoding.policies import FixedPolicy, Policy
 from outrider.decoding.request import Output, Request, StopRules, check_prompt
@@ -74,7 +73,6 @@ def evaluate(
     drafter_info: DrafterInfo,
     *,
     policy: Policy | None = None,
-    gate: DraftGate | None = None,
     recorded: Mapping[str, object] | None = None,
     versions: dict[str, str] | None = None,
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None,
@@ -85,11 +83,11 @@ def evaluate(
     """Measure a drafter on task files (JSONL with `turns`), shipped prompt sets or tasks by name.
 
     Several ranks share the conversations of each task; all of them return the results of all. Tokens, rounds and
-    verdicts are those of one rank (with a gate, rounds depend on which turns came before on the same rank), and seconds
-    are summed, so rates are those of one process.
+    verdicts are those of one rank (with a policy that weighs costs, rounds depend on which turns came before on the
+    same rank), and seconds are summed, so rates are those of one process.
 
     Args:
-        policy, gate: how many drafts are verified, and in which rounds it drafts; whole drafts in all by default.
+        policy: in which rounds it drafts, and how many drafts are verified; in all, and all of them, by default.
         recorded: further settings for the results, such as the drafter's directory; they replace those of their name.
         typical: lossy acceptance, which may change the output; the results say so.
         concurrency: prompts decoded together.
@@ -99,7 +97,7 @@ def evaluate(
         the engine cannot do.
     """
     policy, together = policy or FixedPolicy(), concurrency > 1
-    decode = partial(decode_turns, target, drafter, policy=policy, gate=gate, typical=typical, together=together)
+    decode = partial(decode_turns, target, drafter, policy=policy, typical=typical, together=together)
     loaded = load_tasks(tasks, settings.max_samples)
     _check_lengths(loaded, target, settings.thinking)
     warm_up = replace(settings, max_new_tokens=min(_WARM_UP_TOKENS, settings.max_new_tokens))
@@ -108,13 +106,14 @@ def evaluate(
     results = []
     for name, prompts in loaded:
         decoded: dict[int, list[list[DecodedTurn]]] = {}
-        experience = SchedulerState.of(drafter) if gate is not None and settings.params.fixed_text else None
+        learns = policy is not None and policy.step_cost is not None and settings.params.fixed_text
+        scheduler_state = SchedulerState.of(drafter) if learns else None
         groups = [prompts[first : first + concurrency] for first in range(0, len(prompts), concurrency)]
         for number in range(len(groups))[ranks.rank :: ranks.world]:
             on_progress(name, number * concurrency, len(prompts))
             flip = bool(number % 2)
             try:
-                decoded[number] = decode(groups[number], settings=settings, flip=flip, experience=experience)
+                decoded[number] = decode(groups[number], settings=settings, flip=flip, scheduler_state=scheduler_state)
             except ValueError as error:
                 ids = ", ".join(prompt.id for prompt in groups[number])
                 raise ValueError(f"{name}, prompt {ids}: {error}") from error
@@ -172,9 +171,8 @@ def decode_turns(
     *,
     policy: Policy,
     flip: bool,
-    gate: DraftGate | None = None,
     typical: TypicalAcceptance | None = None,
-    experience: SchedulerState | None = None,
+    scheduler_state: SchedulerState | None = None,
     together: bool = False,
 ) -> list[list[DecodedTurn]]:
     """Decode the turns of each conversation both ways, those that come first in all of them before the next ones; the
@@ -182,12 +180,12 @@ def decode_turns(
 
     Args:
         flip: the first turns are decoded speculatively first.
-        experience: what earlier turns taught, which is added to.
+        scheduler_state: acceptance estimates of earlier turns, which are updated.
         together: by an engine, all at once; else one after another.
     """
     assert target.tokenizer is not None
     decode = _decode_together if together else _decode_each
-    with_drafts = _Speculation(drafter, policy, gate=gate, typical=typical, experience=experience)
+    with_drafts = _Speculation(drafter, policy, typical=typical, scheduler_state=scheduler_state)
     ways = {False: _Speculation(), True: with_drafts}
     decoded: list[list[DecodedTurn]] = [[] for _ in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
@@ -213,9 +211,8 @@ class _Speculation:
 
     drafter: Drafter | None = None
     policy: Policy | None = None
-    gate: DraftGate | None = None
     typical: TypicalAcceptance | None = None
-    experience: SchedulerState | None = None
+    scheduler_state: SchedulerState | None = None
 
 
 def _decode_each(
@@ -230,8 +227,7 @@ def _decode_each(
             rules=StopRules(settings.max_new_tokens),
             policy=way.policy,
             typical=way.typical,
-            gate=way.gate,
-            experience=way.experience,
+            scheduler_state=way.scheduler_state,
         )
         for prompt in prompts
     ]
@@ -255,10 +251,9 @@ def _decode_together(
         target,
         way.drafter,
         way.policy,
-        gate=way.gate,
         config=config,
         typical=way.typical,
-        experience=way.experience,
+        scheduler_state=way.scheduler_state,
     )
     outputs: list[list[Output]] = [[] for _ in prompts]
     waiting = [0.0] * len(prompts)  # seconds of steps that gave a request no round yet

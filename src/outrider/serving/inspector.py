@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from outrider.decoding.engine import Engine
-from outrider.decoding.policies import CostPolicy, policy_name
 from outrider.decoding.request import Output, StepRecord
 from outrider.decoding.text import TextStream
 from outrider.decoding.trace import DraftTrace, RoundTrace
@@ -123,8 +122,8 @@ class Watch:
 
     def _cost(self, steps: Sequence[StepRecord]) -> dict[str, Any] | None:
         """Seconds of a step by rows, as the policy reckons them for the mean step; None where it reckons none."""
-        policy = self.engine.policy
-        if not steps or not isinstance(policy, CostPolicy):
+        cost = self.engine.policy.step_cost
+        if not steps or cost is None:
             return None
         requests, drafting = (
             max(1, round(sum(counts) / len(steps)))
@@ -134,7 +133,7 @@ class Watch:
         most = max(requests * (1 + self.engine.scheduler.draft_slots), *(step.tokens for step in steps))
         rows_N = np.unique(np.linspace(requests, most, _CURVE).astype(np.int64))
         context = sum(lengths) / len(lengths)
-        seconds_N = policy.cost.seconds(rows_N, requests, context) + policy.cost.draft_seconds(drafting)
+        seconds_N = cost.seconds(rows_N, requests, context) + cost.draft_seconds(drafting)
         return {"requests": requests, "rows": rows_N.tolist(), "seconds": [round(s, 5) for s in seconds_N.tolist()]}
 
 
@@ -145,7 +144,7 @@ async def watched(
     watch = Watch(engine)
     watches.add(watch)
     try:
-        yield about | {"policy": policy_name(engine.policy), "most_drafts": engine.scheduler.draft_slots}
+        yield about | {"policy": engine.policy.name, "most_drafts": engine.scheduler.draft_slots}
         while not closing():
             await asyncio.sleep(_INTERVAL)
             yield watch.take()

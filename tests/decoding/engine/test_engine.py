@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import hypothesis.strategies as st
@@ -15,13 +14,12 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 from torch import Tensor
 
+import outrider.decoding.backoff as backoff_module
 import outrider.decoding.drafting as drafting_module
-import outrider.decoding.gate as gate_module
 from outrider.decoding.cost import SpsTable
 from outrider.decoding.engine import Engine
-from outrider.decoding.gate import GateView, SkipDrafting
 from outrider.decoding.generate import generate
-from outrider.decoding.policies import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
+from outrider.decoding.policies import FixedPolicy, PlanView, Policy, PrefixScheduler, SkipDrafting, ThresholdPolicy
 from outrider.decoding.request import Output, Request, StopRules
 from outrider.decoding.scheduler import BlockAllocator, EngineConfig, Scheduler
 from outrider.drafters.base import DraftCall
@@ -261,7 +259,7 @@ def test_refusals(target: Target) -> None:
     with pytest.raises(ValueError, match="prompt token 4000 is outside toy's vocabulary of 97"):
         engine.submit(Request("d", [5, 4000]))
     with pytest.raises(ValueError, match="ends drafts at its min_confidence"):
-        Engine(target, policy=ThresholdPolicy(0.5), gate=SkipDrafting(SpsTable([1.0])))
+        Engine(target, policy=SkipDrafting(SpsTable([1.0]), ThresholdPolicy(0.5)))
     with pytest.raises(ValueError, match=r"token_budget=8 is below max_requests=9"):
         EngineConfig(max_requests=9, token_budget=8)
     with pytest.raises(ValueError, match="num_blocks=0"):
@@ -345,15 +343,20 @@ def test_slots_of_unused_drafts_come_back_before_anybody_is_preempted() -> None:
         assert not scheduler.plan().preempted
 
 
-@dataclass
-class Sometimes:
-    """A gate: everybody drafts in every `period`-th step, 0 for never."""
+class Sometimes(FixedPolicy):
+    """Everybody drafts in every `period`-th step, 0 for never."""
 
-    period: int
-    step: int = 0
+    def __init__(self, period: int) -> None:
+        super().__init__()
+        object.__setattr__(self, "period", period)
+        object.__setattr__(self, "step", 0)
 
-    def depths(self, view: GateView) -> NDArray[np.int64]:
-        self.step += 1
+    @property
+    def skips(self) -> bool:
+        return True
+
+    def depths(self, view: PlanView) -> NDArray[np.int64]:
+        object.__setattr__(self, "step", self.step + 1)
         drafts = self.period > 0 and self.step % self.period == 0
         return np.full(len(view.idle_R), view.expected_RK.shape[1] * drafts)
 
@@ -372,7 +375,7 @@ def watch_reading(drafter: BlockDrafter, monkeypatch: pytest.MonkeyPatch) -> lis
             parts[[session is one for one in opened].index(True)].append((list(part), own_TLD.clone()))
         BlockDrafter.extend(drafter, sessions, tokens, aux_TLD)
 
-    monkeypatch.setattr(gate_module, "_LONGEST_REST", 0)  # what it refuses holds for the round alone
+    monkeypatch.setattr(backoff_module, "_LONGEST", 0)  # what it refuses holds for the round alone
     monkeypatch.setattr(drafter, "extend", extend)
     return parts
 
@@ -398,7 +401,7 @@ def test_the_drafter_reads_when_it_drafts(
 
     read = watch_reading(drafter, monkeypatch)
     monkeypatch.setattr(drafter, "propose", propose)
-    engine = Engine(target, drafter, gate=Sometimes(period), config=EngineConfig(4, 24, 4, 40))
+    engine = Engine(target, drafter, policy=Sometimes(period), config=EngineConfig(4, 24, 4, 40))
     requests = [Request(str(i), prompt, rules=StopRules(12)) for i, prompt in enumerate(prompts(6))]
     tokens = finish(engine, requests)
     for request in requests:
@@ -416,7 +419,7 @@ def test_what_waits_for_the_drafter_goes_with_a_preempted_request(
 ) -> None:
     """Nobody drafts before one of two is preempted; it is read anew, once, when it drafts."""
     read = watch_reading(drafter, monkeypatch)
-    engine = Engine(target, drafter, gate=Sometimes(45), config=EngineConfig(2, 64, 4, 16))
+    engine = Engine(target, drafter, policy=Sometimes(45), config=EngineConfig(2, 64, 4, 16))
     preempted = watch_preemptions(engine)
     requests = [Request(str(i), [5, 7 + i, 9, 11], rules=StopRules(40, stop_ids=())) for i in range(2)]
     tokens = finish(engine, requests)
@@ -427,7 +430,7 @@ def test_what_waits_for_the_drafter_goes_with_a_preempted_request(
 def test_a_gate_that_refuses_is_asked_again_later(target: Target, drafter: BlockDrafter) -> None:
     """Behind 1, 3, 7, ... rounds (at most 7 of few requests), and at once where half have gone or a quarter is new."""
     gate, asked = Sometimes(0), list[int]()
-    engine = Engine(target, drafter, gate=gate, config=EngineConfig(8, 64, 4, 200))
+    engine = Engine(target, drafter, gate, config=EngineConfig(8, 64, 4, 200))
     lengths = {0: [60] * 2 + [34] * 4, 46: [9], 48: [10]}  # of the responses, by the round in which they begin
     for round in range(60):
         for number, length in enumerate(lengths.get(round, [])):
@@ -443,7 +446,7 @@ def test_a_gate_that_refuses_is_asked_again_later(target: Target, drafter: Block
 def test_unread_aux_layers_are_bounded(target: Target, drafter: BlockDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting_module, "_MOST_UNREAD", 40)
     monkeypatch.setattr(drafting_module, "_MOST_STEPS", 5)
-    engine = Engine(target, drafter, gate=Sometimes(0), config=EngineConfig(1, 16, 16, 64))
+    engine = Engine(target, drafter, policy=Sometimes(0), config=EngineConfig(1, 16, 16, 64))
     engine.submit(Request("long", prompts(1, longest=1)[0] * 200, rules=StopRules(60, stop_ids=())))
     most = steps = 0
     while not engine.idle:
@@ -454,7 +457,7 @@ def test_unread_aux_layers_are_bounded(target: Target, drafter: BlockDrafter, mo
 
 
 def test_what_waits_for_the_drafter_holds_no_rows_of_other_requests(target: Target, drafter: BlockDrafter) -> None:
-    engine = Engine(target, drafter, gate=Sometimes(0), config=EngineConfig(3, 64, 16, 64))
+    engine = Engine(target, drafter, policy=Sometimes(0), config=EngineConfig(3, 64, 16, 64))
     for number, prompt in enumerate(prompts(3)):
         engine.submit(Request(str(number), prompt, rules=StopRules(6, stop_ids=())))
     held = []

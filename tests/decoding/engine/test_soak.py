@@ -22,9 +22,8 @@ from outrider.data.chat import render
 from outrider.data.sources import load_prompts
 from outrider.decoding.cost import LearnedCost, SpsTable
 from outrider.decoding.engine import Engine
-from outrider.decoding.gate import AlwaysDraft, DraftGate, SkipDrafting
 from outrider.decoding.generate import generate
-from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
+from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, SkipDrafting, ThresholdPolicy
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.text import TextStream
@@ -74,14 +73,13 @@ def soak(
     target: Target,
     drafter: Drafter,
     policy: Policy,
-    gate: DraftGate,
     pool: list[list[int]],
     count: int,
     config: EngineConfig,
 ) -> Tally:
     """Run `count` requests, check each that was not cancelled, and count what happened."""
     chance = random.Random(count)
-    solo, engine = Solo(target, pool), Engine(target, drafter, policy, gate=gate, config=config)
+    solo, engine = Solo(target, pool), Engine(target, drafter, policy, config=config)
     chosen: dict[str, tuple[int, SamplingParams, StopRules]] = {}
     found: dict[str, list[int]] = {}
     tally = Tally(0, 0, 0, 0, 0, 0, 0.0)
@@ -187,11 +185,10 @@ def test_soak_of_a_small_model() -> None:
     total = Counter[str]()
     drafter = BlockDrafter(DrafterWeights(module.eval()), target)
     learned = LearnedCost(COSTS)
-    cases: list[tuple[Drafter, Policy, DraftGate]] = [
-        (drafter, policy, AlwaysDraft())
-        for policy in (FixedPolicy(), ThresholdPolicy(0.5), PrefixScheduler(COSTS), LookAhead(COSTS))
+    cases: list[tuple[Drafter, Policy]] = [
+        (drafter, policy) for policy in (FixedPolicy(), ThresholdPolicy(0.5), PrefixScheduler(COSTS), LookAhead(COSTS))
     ]
-    for case in (*cases, (HybridDrafter(drafter), LookAhead(learned), SkipDrafting(learned))):
+    for case in (*cases, (HybridDrafter(drafter), SkipDrafting(learned, LookAhead(learned)))):
         tally = soak(target, *case, pool, 425, engine)
         check(tally, 425)
         total.update({name: int(value) for name, value in vars(tally).items()})
@@ -208,6 +205,6 @@ def test_soak_of_the_real_model(smollm: Target) -> None:
     learned = LearnedCost(COSTS)
     config = EngineConfig(max_requests=12, token_budget=96, block_size=16, num_blocks=40)
     warm_up(config.token_budget)  # kernels that are kept are no leak
-    tally = soak(smollm, drafter, LookAhead(learned), SkipDrafting(learned), pool, 300, config)
+    tally = soak(smollm, drafter, SkipDrafting(learned, LookAhead(learned)), pool, 300, config)
     check(tally, 300)
     print(tally)

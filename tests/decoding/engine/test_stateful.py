@@ -29,14 +29,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+import outrider.decoding.backoff as backoff_module
 import outrider.decoding.drafting as drafting_module
-import outrider.decoding.gate as gate_module
 import outrider.decoding.verification as verification_module
 from outrider.decoding.cost import Ints, SpsTable
 from outrider.decoding.engine import Engine
-from outrider.decoding.gate import AlwaysDraft, DraftGate, GateView, SkipDrafting
 from outrider.decoding.generate import Generation, generate
-from outrider.decoding.policies import BY_COST, FixedPolicy, Policy, StepView, ThresholdPolicy
+from outrider.decoding.policies import BY_COST, FixedPolicy, PlanView, Policy, SkipDrafting, StepView, ThresholdPolicy
 from outrider.decoding.request import FinishReason, Output, Request, StopRules
 from outrider.decoding.scheduler import EngineConfig, StepPlan
 from outrider.decoding.verification import PendingVerdict, TargetRows, TypicalAcceptance, accept
@@ -48,6 +47,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.sampling import Randomness, RandomSource, SamplingParams, SeededSource
 from outrider.target.model import Target
 from tests.toys.oracle import SelfDrafter
+from tests.toys.policies import gated
 from tests.toys.targets import randomise, toy_config, toy_target
 from tests.toys.tokenizer import TOKENIZER
 from tests.toys.trees import SelfTrees, prompt_of
@@ -203,12 +203,16 @@ class Watched(WrappedDrafter):
         super().end(session)
 
 
-class Repeated(WrappedDrafter):
+class Repeated(WrappedDrafter, Policy):
     """Drafter and policy of a request alone whose rounds are to be these."""
 
     def __init__(self, inner: Drafter, policy: Policy, rounds: Iterable[Round]) -> None:
         super().__init__(inner)
-        self.min_confidence, self.rounds = policy.min_confidence, deque(rounds)
+        self.least, self.rounds = policy.min_confidence, deque(rounds)
+
+    @property
+    def min_confidence(self) -> float:
+        return self.least
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
         self.round = self.rounds.popleft()
@@ -221,12 +225,16 @@ class Repeated(WrappedDrafter):
 
 
 @dataclass(frozen=True)
-class Now:
-    """A gate: a request drafts at every `period`-th of its tokens, two tokens at most now and then."""
+class Now(Policy):
+    """A request drafts at every `period`-th of its tokens, two tokens at most now and then."""
 
     period: int
 
-    def depths(self, view: GateView) -> Ints:
+    @property
+    def skips(self) -> bool:
+        return True
+
+    def depths(self, view: PlanView) -> Ints:
         longest = np.where(view.contexts_R % 5 > 0, view.expected_RK.shape[1], 2)
         return np.where(view.contexts_R % self.period == 0, longest, 0)
 
@@ -286,13 +294,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.inner = drafter(name)
         self.watched = None if self.inner is None else Watched(self.inner)
         self.policy = POLICIES[policy] if name == "block" else FIXED[policy % 2]
-        gates: list[DraftGate] = [AlwaysDraft(), SkipDrafting(COSTS), Now(2), Now(3)]
+        gates: list[Policy | None] = [None, SkipDrafting(COSTS), Now(2), Now(3)]
         config = EngineConfig(4, token_budget=budget, block_size=block_size, num_blocks=slots // block_size)
         self.engine = Engine(
             target(),
             self.watched,
-            self.policy,
-            None if self.policy.min_confidence > 0 else gates[gate],
+            gated(self.policy, None if self.policy.min_confidence > 0 else gates[gate]),
             config,
             randomness=Randomness(source=self.new_source),
         )
@@ -392,7 +399,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert len(held) == len(set(held)) == scheduler.allocator.used
         waiting = [id for id, _ in scheduler.waiting]
         assert sorted([*scheduler.running, *waiting]) == sorted(self.live) and self.engine.idle == (not self.live)
-        assert set(self.engine.drafting.history._slots) <= set(self.live)
+        assert set(self.engine.drafting.acceptance._slots) <= set(self.live)
         if self.watched is not None:
             assert len(self.watched.sessions) == len(scheduler.running)
 
@@ -426,7 +433,7 @@ def run(examples: int, steps: int, fixed: bool = True) -> Counter[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verification_module, "accept", noting_accept)
         patch.setattr(drafting_module, "_MOST_UNREAD", 10)  # of the requests here, too, some are read early
-        patch.setattr(gate_module, "_LONGEST_REST", 1)
+        patch.setattr(backoff_module, "_LONGEST", 1)
         run_state_machine_as_test(EngineMachine, settings=chosen)
     return EngineMachine.met
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from outrider.decoding.acceptance import Acceptance
 from outrider.decoding.cost import Ints, LearnedCost, SpsTable
 from outrider.decoding.engine import Engine
-from outrider.decoding.gate import AlwaysDraft, GateView, History, SkipDrafting
 from outrider.decoding.generate import generate
-from outrider.decoding.policies import FixedPolicy, LookAhead, StepView
+from outrider.decoding.policies import FixedPolicy, LookAhead, PlanView, SkipDrafting, StepView
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig, Scheduler
 from outrider.decoding.trace import RoundTrace
@@ -22,6 +22,7 @@ from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from tests.toys.engine import finish, prompts, toy_drafter, watch_preemptions
 from tests.toys.oracle import Oracle
+from tests.toys.policies import Gated
 from tests.toys.targets import toy_target
 
 
@@ -94,7 +95,7 @@ def test_the_history_is_what_the_policy_was_shown(target: Target, monkeypatch: p
     shown: list[StepView] = []
     recorded: list[StepView] = []
     outcomes: list[tuple[int, int]] = []
-    record, skip = History.record, History.skip
+    record, skip = Acceptance.observe, Acceptance.skip
 
     class Watching(FixedPolicy):
         def lengths(self, view: StepView) -> Ints:
@@ -102,17 +103,19 @@ def test_the_history_is_what_the_policy_was_shown(target: Target, monkeypatch: p
             shown.append(view)
             return super().lengths(view)
 
-    def watched(self: History, ids: Sequence[Hashable], view: StepView, *, verified_R: Ints, accepted_R: Ints) -> None:
+    def watched(
+        self: Acceptance, ids: Sequence[Hashable], view: StepView, *, verified_R: Ints, accepted_R: Ints
+    ) -> None:
         recorded.append(view)
         outcomes.append((int(verified_R.sum()), int(accepted_R.sum())))
         record(self, ids, view, verified_R=verified_R, accepted_R=accepted_R)
 
-    def skipped(self: History, ids: Sequence[Hashable]) -> None:
+    def skipped(self: Acceptance, ids: Sequence[Hashable]) -> None:
         outcomes.append((0, 0))
         skip(self, ids)
 
-    monkeypatch.setattr(History, "record", watched)
-    monkeypatch.setattr(History, "skip", skipped)
+    monkeypatch.setattr(Acceptance, "observe", watched)
+    monkeypatch.setattr(Acceptance, "skip", skipped)
     requests = [Request(str(i), p, rules=StopRules(12, stop_ids=())) for i, p in enumerate(prompts(4))]
     engine = Engine(target, toy_drafter(target), Watching(1))
     for request in requests:
@@ -134,9 +137,9 @@ def test_costs_are_learned_from_what_steps_were(target: Target, monkeypatch: pyt
     def took(self: LearnedCost, seconds: float, requests: int, context: float, **counts: int) -> None:
         told.append((seconds, requests, context, counts))
 
-    monkeypatch.setattr(LearnedCost, "took", took)
+    monkeypatch.setattr(LearnedCost, "observe", took)
     cost = LearnedCost(SpsTable([1.0]))
-    engine = Engine(target, toy_drafter(target), LookAhead(cost), gate=SkipDrafting(cost))
+    engine = Engine(target, toy_drafter(target), SkipDrafting(cost, LookAhead(cost)))
     for number, prompt in enumerate(prompts(3)):
         engine.submit(Request(str(number), prompt, rules=StopRules(9 + 4 * number, stop_ids=())))
     steps = []
@@ -154,7 +157,7 @@ def test_costs_are_learned_from_what_steps_were(target: Target, monkeypatch: pyt
 
 def test_a_step_goes_without_drafts_to_compare_with(target: Target) -> None:
     cost = LearnedCost(SpsTable([1.0]))
-    engine = Engine(target, toy_drafter(target), LookAhead(cost), gate=SkipDrafting(cost))
+    engine = Engine(target, toy_drafter(target), SkipDrafting(cost, LookAhead(cost)))
     for number, prompt in enumerate(prompts(2)):
         engine.submit(Request(str(number), prompt, rules=StopRules(60, stop_ids=()), trace=True))
     drafted, reasons = list[bool](), list[str]()
@@ -172,7 +175,7 @@ def test_a_step_goes_without_drafts_to_compare_with(target: Target) -> None:
 def test_policies_and_gates_are_told_of_the_rest_of_the_step(target: Target) -> None:
     """Rows of prefill, and requests that cannot draft yet, take the step's time too."""
     shown: list[StepView] = []
-    asked: list[GateView] = []
+    asked: list[PlanView] = []
     rest: list[tuple[int, int]] = []
     committed: list[int] = []
 
@@ -181,13 +184,13 @@ def test_policies_and_gates_are_told_of_the_rest_of_the_step(target: Target) -> 
             shown.append(view)
             return super().lengths(view)
 
-    class Asked(AlwaysDraft):
-        def depths(self, view: GateView) -> Ints:
+    class Asked(FixedPolicy):
+        def depths(self, view: PlanView) -> Ints:
             asked.append(view)
             return super().depths(view)
 
     config = EngineConfig(max_requests=6, token_budget=24, block_size=4, num_blocks=200)
-    engine = Engine(target, toy_drafter(target), Shown(1), Asked(), config=config)
+    engine = Engine(target, toy_drafter(target), Gated(Shown(1), Asked()), config=config)
 
     def compare() -> None:
         assert engine.last is not None
@@ -209,11 +212,11 @@ def test_policies_and_gates_are_told_of_the_rest_of_the_step(target: Target) -> 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_drafts_are_no_deeper_than_the_gate_says(target: Target, depth: int) -> None:
-    class Shallow(AlwaysDraft):
-        def depths(self, view: GateView) -> Ints:
+    class Shallow(FixedPolicy):
+        def depths(self, view: PlanView) -> Ints:
             return np.minimum(super().depths(view), depth)
 
-    engine, drafted = Engine(target, toy_drafter(target), gate=Shallow()), 0
+    engine, drafted = Engine(target, toy_drafter(target), Shallow()), 0
 
     def count() -> None:
         nonlocal drafted
@@ -242,7 +245,7 @@ def test_what_a_request_held_is_given_back(target: Target, monkeypatch: pytest.M
     finish(engine, [Request(str(i), [5, 7 + i], rules=StopRules(40, stop_ids=())) for i in range(6)])
     assert preempted and len(opened) == 6 + len(preempted)
     assert sorted(map(id, ended)) == sorted(map(id, opened))
-    assert not engine.drafting.history._slots and not engine.scheduler.running and not engine.scheduler.waiting
+    assert not engine.drafting.acceptance._slots and not engine.scheduler.running and not engine.scheduler.waiting
 
 
 def test_a_preempted_request_is_read_anew(target: Target) -> None:

@@ -13,17 +13,16 @@ import typer
 from typer.testing import CliRunner
 
 import outrider.cli.bench as bench
-from outrider.backends.local import LimitedDrafter, build_variant, default_variants, limited
+from outrider.backends.local import build_variant, default_variants, limited
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.cli.common import load
 from outrider.decoding.cost import LearnedCost, SpsTable
 from outrider.decoding.engine import Engine
-from outrider.decoding.gate import AlwaysDraft, SkipDrafting
 from outrider.decoding.generate import generate
-from outrider.decoding.policies import LookAhead
+from outrider.decoding.policies import LookAhead, SkipDrafting
 from outrider.decoding.profile import ProfileConfig, measure_profile
 from outrider.decoding.request import Output, Request, StepRecord, StopRules
-from outrider.drafters.base import DraftCall, DrafterWeights
+from outrider.drafters.base import DraftCall, DrafterWeights, LimitedDrafter
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.dspark import DSpark
@@ -298,10 +297,10 @@ def test_variants_by_name() -> None:
     assert names[:5] == ["none", "fixed-1", "fixed-2", "fixed-3", "threshold"]
     assert default_variants(4, None, confident=True)[:5] == ["none", "fixed-1", "fixed-2", "fixed-3", "prefix"]
     assert default_variants(4, 0.2, confident=False) == ["none", "fixed-1", "fixed-2", "fixed-3"]
-    skipping = build_variant("look-ahead+skip", 4, None, cost)
-    assert isinstance(skipping.policy, LookAhead) and isinstance(skipping.gate, SkipDrafting)
-    assert isinstance(skipping.policy.cost, LearnedCost) and skipping.gate.cost is skipping.policy.cost
-    assert isinstance(build_variant("look-ahead", 4, None, cost).gate, AlwaysDraft)
+    skipping = build_variant("look-ahead+skip", 4, None, cost).policy
+    assert isinstance(skipping, SkipDrafting) and isinstance(skipping.policy, LookAhead)
+    assert isinstance(skipping.cost, LearnedCost) and skipping.cost is skipping.policy.cost
+    assert not build_variant("look-ahead", 4, None, cost).policy.skips
     for bad, message in (("fixed-5", "drafts 1 to 4"), ("fixed-0", "drafts 1 to 4"), ("best", "no variant 'best'")):
         with pytest.raises(ValueError, match=message):
             build_variant(bad, 4, 0.2, cost)

@@ -16,13 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import outrider.cli.bench as simulate
-from outrider.backends.local import LimitedDrafter, default_variants
+from outrider.backends.local import default_variants
 from outrider.decoding.cost import Ints
-from outrider.decoding.drafting import Copy
 from outrider.decoding.engine import Engine
-from outrider.decoding.gate import AlwaysDraft, GateView, SkipDrafting
 from outrider.decoding.generate import generate
-from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
+from outrider.decoding.policies import (
+    FixedPolicy,
+    LookAhead,
+    PlanView,
+    Policy,
+    PrefixScheduler,
+    SkipDrafting,
+    ThresholdPolicy,
+)
+from outrider.decoding.prompt_lookup import Lookup
 from outrider.decoding.request import Output, Request, StepRecord, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.dflash import BlockDrafter
@@ -47,6 +54,7 @@ from outrider.evaluation.loadtest.traces import Response, Traces, record
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from tests.toys.command_line import Run, in_process
+from tests.toys.policies import Gated
 from tests.toys.profiles import SETTING, cells_of, linear, profile_of
 from tests.toys.target_directory import save_toy_drafter, save_toy_target
 
@@ -137,10 +145,10 @@ def test_the_simulator_takes_the_steps_of_the_engine(
 ) -> None:
     """Chunks of prefill, preemption, gates and policies with memory: every step has the same counts."""
     config = EngineConfig(max_requests=5, token_budget=24, block_size=4, num_blocks=28)
-    gate = SkipDrafting(LINEAR) if skip else None
+    policy = SkipDrafting(LINEAR, policy) if skip else policy
     requests = requests_for(recorded, 30)
-    real, outputs = run(Engine(target, drafter, policy, gate, config), requests)
-    simulated, replayed = run(SimulatedEngine(recorded, LINEAR, policy, gate, config), requests)
+    real, outputs = run(Engine(target, drafter, policy, config), requests)
+    simulated, replayed = run(SimulatedEngine(recorded, LINEAR, policy, config), requests)
     assert len(real) == len(simulated)
     for mine, theirs in zip(simulated, real, strict=True):
         assert [getattr(mine, n) for n in COUNTED + QUEUES] == [getattr(theirs, n) for n in COUNTED + QUEUES]
@@ -150,10 +158,10 @@ def test_the_simulator_takes_the_steps_of_the_engine(
     assert any(after.waiting > before.waiting for before, after in pairwise(real)), "no preemption"
 
 
-class NowAndThen(AlwaysDraft):
+class NowAndThen(FixedPolicy):
     """The drafter drafts where the text is of odd length."""
 
-    def depths(self, view: GateView) -> Ints:
+    def depths(self, view: PlanView) -> Ints:
         return np.where(view.contexts_R % 2 == 1, view.expected_RK.shape[1], 0)
 
 
@@ -176,25 +184,26 @@ def test_copies_are_taken_where_the_engine_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They are found in the recorded text again; only drafts of the drafter itself are recorded."""
-    taken, copied = list[list[int]](), Copy.draft
+    taken, copied = list[list[int]](), Lookup.draft
 
-    def watched(self: Copy, limit: int, min_confidence: float) -> Draft:
+    def watched(self: Lookup, limit: int, min_confidence: float) -> Draft:
         found = copied(self, limit, min_confidence)
         taken.append(found.tokens)
         return found
 
-    monkeypatch.setattr(Copy, "draft", watched)
+    monkeypatch.setattr(Lookup, "draft", watched)
     beside = HybridDrafter(drafter, NgramConfig(6))
     asks = [Ask(prompt * 3, SamplingParams(temperature=0.7, seed=i, coupled=True)) for i, prompt in enumerate(prompts)]
     recorded = record(target, beside, asks[:6], StopRules(30, stop_ids=(STOP,)), {})
     assert recorded.gamma == GAMMA and recorded.slots == 6
     config = EngineConfig(max_requests=4, token_budget=24, block_size=4, num_blocks=60)
-    gate, rules = SkipDrafting(LINEAR) if skip else NowAndThen(), StopRules(30, stop_ids=(STOP,))
+    both = SkipDrafting(LINEAR, policy) if skip else Gated(policy, NowAndThen())
+    rules = StopRules(30, stop_ids=(STOP,))
     requests = [Request(str(i), list(ask.prompt), ask.params, rules) for i, ask in enumerate(asks[:6])]
-    served = beside if slots is None else LimitedDrafter(beside, slots)
-    real, _ = run(Engine(target, served, policy, gate, config), requests)
+    served = beside if slots is None else beside.limited(slots)
+    real, _ = run(Engine(target, served, both, config), requests)
     theirs = taken.copy()
-    simulated, _ = run(SimulatedEngine(recorded, LINEAR, policy, gate, config, slots), requests)
+    simulated, _ = run(SimulatedEngine(recorded, LINEAR, both, config, slots), requests)
     assert taken == theirs * 2 and (sum(map(len, theirs)) >= 5 or not isinstance(policy, FixedPolicy))
     assert [[getattr(r, n) for n in COUNTED] for r in simulated] == [[getattr(r, n) for n in COUNTED] for r in real]
 
@@ -306,7 +315,7 @@ def test_the_same_load_gives_the_same_seconds() -> None:
     traces = made(*((3 + i, [min(i % 5, 8 - n) for n in range(9)]) for i in range(9)))
 
     def seconds() -> list[float]:
-        engine = SimulatedEngine(traces, LINEAR, PrefixScheduler(LINEAR), SkipDrafting(LINEAR))
+        engine = SimulatedEngine(traces, LINEAR, SkipDrafting(LINEAR, PrefixScheduler(LINEAR)))
         return [r.seconds for r in run(engine, requests_for(traces, 9))[0]]
 
     assert seconds() == seconds()

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from outrider.data.sources import TaskSettings
-from outrider.decoding.beliefs import EDGE, logit, sigmoid
+from outrider.decoding.acceptance import EDGE, logit, sigmoid
 from outrider.decoding.cost import Floats, Ints
 from outrider.drafters.heads import CertaintyEstimator
 from outrider.utils.measure import machine

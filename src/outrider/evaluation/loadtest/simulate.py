@@ -21,10 +21,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from outrider.backends.local import NO_SPECULATION, build_variant
+from outrider.decoding.acceptance import Acceptance, known_verdicts
+from outrider.decoding.backoff import Backoff
 from outrider.decoding.cost import Floats, Ints, Profile, SpsTable, StepCost
-from outrider.decoding.drafting import Copies, Copy, suffix_in_rests
-from outrider.decoding.gate import AlwaysDraft, DraftGate, History, Patience, known_verdicts
 from outrider.decoding.policies import FixedPolicy, Policy
+from outrider.decoding.prompt_lookup import Lookup, PromptLookup
 from outrider.decoding.request import FinishReason, Output, Request, StepRecord
 from outrider.decoding.scheduler import EngineConfig, Scheduler, StepPlan, Work
 from outrider.evaluation.loadtest.load import Ask, run_load
@@ -166,8 +167,8 @@ def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, ve
 # Discrete events: the engine's own scheduling over recorded drafts, each step charged what the machine would take.
 #
 #     plan      decoding/scheduler.py     queues, blocks, chunks of prefill, preemption     the production object
-#     draft     gate, traces, copies    c_1 .. c_l of position n                          recorded, or copied
-#     decide    history, policy         l per request                                     the production objects
+#     draft     policy, traces          c_1 .. c_l of position n                          recorded, or looked up
+#     decide    acceptance, policy      l per request                                     the production objects
 #     commit    min(A_n, l) + 1 tokens                                                    exact, see traces.py
 #     clock  += draft(D) + verify(B, R, S) + other(R, m)                                  measured, or supposed
 #
@@ -219,22 +220,20 @@ class SimulatedEngine:
         traces: Traces,
         machine: Machine,
         policy: Policy | None = None,
-        gate: DraftGate | None = None,
         config: EngineConfig | None = None,
         slots: int | None = None,
     ) -> None:
         self.traces, self.config = traces, config or EngineConfig()
         self.policy: Policy = policy or FixedPolicy()
-        self.gate = gate or AlwaysDraft()
-        self.patience = Patience(self.gate)
+        self.backoff = Backoff(self.policy)
         slots = traces.slots if slots is None else slots
         assert slots <= traces.slots, f"drafts of {slots} asked for, {traces.slots} recorded"
         self.gamma = min(slots, traces.gamma)
-        self.copies: Copies | None = None
-        if traces.copies is not None and slots:
-            self.copies = Copies(replace(traces.copies, gamma=min(slots, traces.copies.gamma)))
+        self.lookup: PromptLookup | None = None
+        if traces.lookup is not None and slots:
+            self.lookup = PromptLookup(replace(traces.lookup, gamma=min(slots, traces.lookup.gamma)))
         self.machine = machine if slots else machine.plain()
-        self.scheduler, self.history = Scheduler(self.config, slots), History(self.gamma)
+        self.scheduler, self.acceptance = Scheduler(self.config, slots), Acceptance(self.gamma)
         self.last: StepRecord | None = None
         self._live: dict[str, _Live] = {}
 
@@ -298,38 +297,40 @@ class SimulatedEngine:
         ids, live = [work.id for work in deciding], [self._live[work.id] for work in deciding]
         rows_R = np.array([one.row for one in live])
         able = [work.id for work in deciding if work.limit > 0]
-        resting = not able or self.patience.rests(able)
-        found: dict[str, Copy] = {}
-        shortest = suffix_in_rests(len(deciding)) if resting else 1
-        if self.copies is not None and shortest:
-            found = self.copies.look_up(
+        # No clock runs here, so no cost is learned: `other_tokens` keeps the backoff from asking for plain steps.
+        pause = self.backoff.pause(able, len(deciding), other_tokens=1) if able else None
+        pausing = pause is not None or not able
+        lookups: dict[str, Lookup] = {}
+        shortest = 1 if pause is None else pause.shortest_suffix
+        if self.lookup is not None and shortest:
+            lookups = self.lookup.find(
                 self._texts(able),
                 sampled={id for id in able if self._live[id].sampled},
                 shortest=shortest,
             )
         depths_R = np.zeros(len(deciding), dtype=np.int64)
-        if not resting:
-            depths_R = self._depths(deciding, prefill, found)
+        if not pausing:
+            depths_R = self._depths(deciding, prefill, lookups)
         confidences_RK = self.traces.confidences_NK[rows_R].astype(np.float64)
         drafted_R = np.minimum(self.traces.drafted_N[rows_R], depths_R)
         doubted_RK = confidences_RK < self.policy.min_confidence  # False for NaN: without confidences all are kept
         drafted_R = np.where(doubted_RK.any(axis=1), np.minimum(drafted_R, doubted_RK.argmax(axis=1)), drafted_R)
         depth = int(drafted_R.max())
-        confidences, right_R, copied = confidences_RK.tolist(), self.traces.accepted_N[rows_R], [False] * len(ids)
+        confidences, right_R, looked_up = confidences_RK.tolist(), self.traces.accepted_N[rows_R], [False] * len(ids)
         for i, work in enumerate(deciding):
-            if work.limit > 0 and not depths_R[i] and work.id in found:
-                draft = found[work.id].draft(work.limit, self.policy.min_confidence)
-                confidences[i], copied[i], drafted_R[i] = draft.confidences, True, len(draft.tokens)
+            if work.limit > 0 and not depths_R[i] and work.id in lookups:
+                draft = lookups[work.id].draft(work.limit, self.policy.min_confidence)
+                confidences[i], looked_up[i], drafted_R[i] = draft.confidences, True, len(draft.tokens)
                 right_R[i] = matching(draft.tokens, live[i].response.tokens[live[i].place :])
         view, admitted_R = None, drafted_R
         if drafted_R.any():
-            view = self.history.step_view(
+            view = self.acceptance.step_view(
                 ids,
                 confidences,
                 drafted_R.tolist(),
                 contexts=[one.length for one in live],
                 other_tokens=prefill,
-                copied=None if self.copies is None else copied,
+                looked_up=None if self.lookup is None else looked_up,
                 sampled=[one.sampled for one in live],
             )
             admitted_R = self.policy.lengths(view)
@@ -337,15 +338,14 @@ class SimulatedEngine:
         parts = [one.commit(count + 1) for one, count in zip(live, accepted_R.tolist(), strict=True)]
         committed_R = np.array([len(tokens) for tokens, _ in parts])
         verified_R, known_R = known_verdicts(admitted_R, accepted_R, committed_R)
-        if admitted_R.any() or not resting:
-            if able:
-                self.patience.told(able, bool(admitted_R.any()))
-            if self.copies is not None:
-                self.copies.record(found, self._texts(found))
+        if admitted_R.any() or not pausing:
+            self.backoff.observe(able, bool(admitted_R.any()))
+            if self.lookup is not None:
+                self.lookup.observe(lookups, self._texts(lookups))
         if view is None:
-            self.history.skip(len(ids))
+            self.acceptance.skip(len(ids))
         else:
-            self.history.record(ids, view, verified_R=verified_R, accepted_R=known_R)
+            self.acceptance.observe(ids, view, verified_R=verified_R, accepted_R=known_R)
         counts = Counter(
             drafting=int((depths_R > 0).sum()),
             proposed=int(drafted_R.sum()),
@@ -360,20 +360,20 @@ class SimulatedEngine:
         live = {id: self._live[id] for id in ids}
         return {id: [*one.response.prompt, *one.response.tokens[: one.place]] for id, one in live.items()}
 
-    def _depths(self, deciding: Sequence[Work], prefill: int, found: Mapping[str, Copy]) -> Ints:
-        """Most tokens drafted for each request, [R]: as many as it can use and the gate allows, none for a copy."""
+    def _depths(self, deciding: Sequence[Work], prefill: int, lookups: Mapping[str, Lookup]) -> Ints:
+        """Most tokens drafted for each request, [R]: as many as it can use and the policy allows, none for a lookup."""
         able = [i for i, work in enumerate(deciding) if work.limit > 0]
         ids = [deciding[i].id for i in able]
-        view = self.history.gate_view(
+        view = self.acceptance.plan_view(
             ids,
             [self._live[id].length for id in ids],
             prefill,
             other_requests=len(deciding) - len(able),
-            copied_RK=None if self.copies is None else self.copies.expected_RK(found, ids),
+            lookup_RK=None if self.lookup is None else self.lookup.expected_RK(lookups, ids),
             sampled=[self._live[id].sampled for id in ids],
         )
         depths_R = np.zeros(len(deciding), dtype=np.int64)
-        depths_R[able] = np.minimum(self.gate.depths(view), [deciding[i].limit for i in able])
+        depths_R[able] = np.minimum(self.policy.depths(view), [deciding[i].limit for i in able])
         return depths_R
 
     def _settle(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
@@ -389,10 +389,10 @@ class SimulatedEngine:
 
     def _forget(self, id: str) -> None:
         self.scheduler.remove(id)
-        self.history.forget(id)
-        self.patience.forget(id)
-        if self.copies is not None:
-            self.copies.forget(id)
+        self.acceptance.forget(id)
+        self.backoff.forget(id)
+        if self.lookup is not None:
+            self.lookup.forget(id)
 
     def _record(
         self,
@@ -555,7 +555,7 @@ def serve(
         ValueError: no such variant, or it needs what is not there.
     """
     variant = build_variant(name, traces.slots, threshold, cost=machine)
-    parts = (traces, machine, variant.policy, variant.gate, engine, variant.drafts)
+    parts = (traces, machine, variant.policy, engine, variant.drafts)
     return Cluster([SimulatedEngine(*parts) for _ in range(replicas)], routing)
 
 

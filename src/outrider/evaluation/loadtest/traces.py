@@ -70,8 +70,8 @@ class Traces:
         confidences_NK: float32; as the drafter hands them over (calibrated), 0 behind `drafted_N`; NaN without a head.
         drafted_N: block lengths. accepted_N: A_n <= drafted_N.
         about: what they were recorded with (target, drafter, ...).
-        copies: how the texts were to be copied beside the drafter; None: not at all. What is copied follows from the
-            text, so copies are not recorded: of one-hot drafts those are accepted that equal the text, sampled or not.
+        lookup: how prompt lookup searches beside the drafter; None: not at all. Its drafts follow from the text, so
+            they are not recorded: of one-hot drafts those are accepted that equal the text, sampled or not.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Traces:
     ) -> None:
         self.responses = list(responses)
         self.confidences_NK, self.drafted_N, self.accepted_N, self.about = confidences_NK, drafted_N, accepted_N, about
-        self.copies = None if about.get("copies") is None else NgramConfig(**about["copies"])
+        self.lookup = None if about.get("copies") is None else NgramConfig(**about["copies"])
         self._by_prompt = {response.prompt: response for response in self.responses}
 
     @property
@@ -94,8 +94,8 @@ class Traces:
 
     @property
     def slots(self) -> int:
-        """Most drafts of a round, copies included."""
-        return self.gamma if self.copies is None else max(self.gamma, self.copies.gamma)
+        """Most drafts of a round, prompt lookup included."""
+        return self.gamma if self.lookup is None else max(self.gamma, self.lookup.gamma)
 
     def find(self, prompt: Sequence[int]) -> Response:
         """The response recorded for these prompt tokens.
@@ -178,11 +178,10 @@ def _consistent(arrays: Mapping[str, NDArray[Any]]) -> bool:
 
 
 class RecordingDrafter(WrappedDrafter):
-    """A drafter whose drafts for its one request are kept in `recorded`; it drafts alone, without copies."""
+    """A drafter whose drafts for its one request are kept in `recorded`; it drafts alone, without prompt lookup."""
 
     def __init__(self, drafter: Drafter) -> None:
-        super().__init__(drafter)
-        self.copies, self.gamma = None, drafter.own_gamma
+        super().__init__(drafter.sources.drafter)
         self.recorded: list[Draft] = []
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
@@ -318,13 +317,13 @@ def record(
         responses.append(Response(prompt, tokens, generation.finish == "stop", start=len(blocks), params=ask.params))
         blocks += [(proposal, matching(proposal.tokens, tokens[n:])) for n, proposal in enumerate(drafts)]
     on_progress("traces", len(distinct), len(distinct))
-    confidences_NK = np.zeros((len(blocks), drafter.own_gamma), dtype=np.float32)
+    confidences_NK = np.zeros((len(blocks), drafter.sources.drafter.gamma), dtype=np.float32)
     for row_K, (proposal, _) in zip(confidences_NK, blocks, strict=True):
         row_K[: len(proposal.tokens)] = proposal.confidences[: len(proposal.tokens)] or np.nan
     drafted_N = np.array([len(proposal.tokens) for proposal, _ in blocks])
-    copies = None if drafter.copies is None else asdict(drafter.copies)
+    lookup = None if drafter.sources.lookup is None else asdict(drafter.sources.lookup)
     accepted_N = np.array([count for _, count in blocks])
-    return Traces(responses, confidences_NK, drafted_N, accepted_N=accepted_N, about=about | {"copies": copies})
+    return Traces(responses, confidences_NK, drafted_N, accepted_N=accepted_N, about=about | {"copies": lookup})
 
 
 def matching(draft: Sequence[int], text: Sequence[int]) -> int:
