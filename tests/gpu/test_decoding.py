@@ -33,7 +33,6 @@ from outrider.target.graphs import StepGraphs
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
-from outrider.utils.measure import on_device
 from tests.gpu.simulated import SimulatedDevice, simulated_device
 from tests.gpu.toys import MOST_GRAPHED, MOST_LAUNCHES, MOST_SYNCS, SAMPLED, decoding, deep_target, dspark
 from tests.toys.engine import finish, prompts, toy_drafter
@@ -128,14 +127,12 @@ def test_what_cannot_be_captured_runs_all_the_same(
 def test_one_request_has_the_same_bits_with_drafts_and_without(device: SimulatedDevice) -> None:
     """Logits behind the anchor: of the anchor alone and of the anchor with 7 and 15 drafts behind it, in bfloat16."""
     target, tokens = deep_target(6), prompts(1, longest=40)[0]
-    found = []
+    found, kv, blocks = [], target.new_kv(8, 16), list(range(8))
     for drafts in (0, 7, 15):
-        cache = target.new_cache(100)
-        target.forward(on_device([tokens], target.device), cache, logits=0)
-        rows = on_device([[9] * (drafts + 1)], target.device)
-        logits_BTV = target.forward(rows, cache, logits=None).logits_BTV
-        assert logits_BTV is not None
-        found.append(logits_BTV[0, 0].tolist())
+        target.forward_ragged([Span(tokens, 0, blocks, 0)], kv)
+        logits_NV = target.forward_ragged([Span([9] * (drafts + 1), len(tokens), blocks, drafts + 1)], kv).logits_NV
+        assert logits_NV is not None
+        found.append(logits_NV[0].tolist())
     assert found[0] == found[1] == found[2]
     (steps,) = graphs_of(target)._steps.values()
     assert len(steps) == 1
@@ -148,16 +145,16 @@ def tree_rows(target: Target) -> list[Tensor]:
     kv, blocks, found = PagedKV(target, 60, 4), [list(range(start, start + 20)) for start in (40, 0, 20)], []
     kept = []
     for prompt, tree, own in zip(prompts_of, trees, blocks, strict=True):
-        cache = target.new_cache(80)
-        target.forward(on_device([prompt], target.device), cache, logits=0)
-        rows = on_device([[7, *tree.tokens]], target.device)
-        alone = target.forward(rows, cache, (0, 2), logits=None, parents=tree.row_parents)
+        alone_kv = target.new_kv(20, 4)
+        target.forward_ragged([Span(prompt, 0, list(range(20)), 0)], alone_kv)
+        span = Span([7, *tree.tokens], len(prompt), list(range(20)), len(tree.tokens) + 1, tree.row_parents)
+        alone = target.forward_ragged([span], alone_kv, (0, 2))
         path = tree.path(max(range(len(tree.depths)), key=lambda node: (tree.depths[node], node)))
         kept.append([0, *(node + 1 for node in path)])
-        cache.keep_path(len(prompt), kept[-1])
-        after = target.forward(on_device([[5, 6]], target.device), cache, logits=None)
-        assert alone.logits_BTV is not None and alone.aux_BTLD is not None and after.logits_BTV is not None
-        found += [alone.logits_BTV, alone.aux_BTLD, after.logits_BTV]
+        alone_kv.keep_paths([(list(range(20)), len(prompt), kept[-1])])
+        after = target.forward_ragged([Span([5, 6], len(prompt) + len(kept[-1]), list(range(20)), 2)], alone_kv)
+        assert alone.logits_NV is not None and alone.aux_TLD is not None and after.logits_NV is not None
+        found += [alone.logits_NV, alone.aux_TLD, after.logits_NV]
         target.forward_ragged([Span(prompt, 0, own, 0)], kv)
     spans = [
         Span([7, *tree.tokens], len(prompt), own, len(tree.tokens) + 1, tree.row_parents)

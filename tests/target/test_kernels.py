@@ -22,8 +22,7 @@ from outrider.target.kernels import (
     LayerKernels,
     Norms,
     PackedMatrix,
-    attend_step,
-    attends_steps,
+    attends,
     kernels_available,
     rms_norm,
 )
@@ -140,50 +139,66 @@ def test_rows_of_others_stay() -> None:
     assert not out[:2].any() and torch.equal(out[2:], case.run()[2:])
 
 
-# Attention of one new token per sequence, in bfloat16
+# Attention of requests with one row each, in bfloat16
 
 
-def step_of(B: int, K: int, G: int, E: int, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q [B, K G, 1, E], keys and values [B, K, slots, E] as views of larger buffers, padding [B]."""
+def steps_of(past: list[int], K: int, G: int, E: int) -> tuple[Tensor, Tensor, Tensor, list[list[int]]]:
+    """q [1, K G, R, E], keys and values [K, slots, E] of a pool that is NaN elsewhere, and the blocks of requests."""
     generator = torch.Generator().manual_seed(0)
+    counts = [-(-(length + 1) // BLOCK) for length in past]
+    order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+    blocks = [[order.pop() for _ in range(count)] for count in counts]
+    q = torch.randn(1, len(past), K * G + 2, E, generator=generator).bfloat16()[:, :, : K * G].transpose(1, 2)
+    keys, values = (torch.full((K, (sum(counts) + 3) * BLOCK, E), torch.nan).bfloat16() for _ in range(2))
+    for pool in (keys, values):
+        for length, own in zip(past, blocks, strict=True):
+            slots = slots_of(own, length + 1)
+            pool[:, slots] = torch.randn(K, length + 1, E, generator=generator).bfloat16()
+    return q, keys, values, blocks
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).bfloat16()
 
-    q = drawn(B, 1, K * G + 2, E)[:, :, : K * G].transpose(1, 2)
-    keys, values = (drawn(B, K, slots + 7, E)[:, :, :slots] for _ in range(2))
-    return q, keys, values, torch.randint(slots, (B,), generator=generator)
+def slots_of(blocks: list[int], count: int) -> list[int]:
+    return [block * BLOCK + place for block in blocks for place in range(BLOCK)][:count]
+
+
+def attended(
+    q: Tensor, keys: Tensor, values: Tensor, past: list[int], blocks: list[list[int]], window: int | None = None
+) -> Tensor:
+    rows = list(range(len(past)))
+    few = FewRows(
+        rows, [1] * len(past), past, blocks=blocks, block_size=BLOCK, branches=[None] * len(past), window=window
+    )
+    out = q.new_empty(len(past), q.shape[1], q.shape[3])
+    few.attend(q, keys, values, scale=None, out_THE=out)
+    return out
 
 
 @needs_compiler
 @pytest.mark.parametrize(("K", "G", "E"), [(3, 3, 64), (2, 5, 128), (1, 1, 64), (2, 4, 64), (1, 6, 128)])
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_step_of_a_batch_is_pytorchs_attention_without_its_padding(K: int, G: int, E: int, padded: bool) -> None:
-    q, keys, values, pad_B = step_of(5, K, G, E, slots=77)
-    keys[torch.arange(77) < pad_B[:, None, None].expand(5, K, 1)] = torch.nan
-    if not padded:
-        keys.nan_to_num_()
-        pad_B.zero_()
-    found = attend_step(q, keys, values, pad_B if padded else None)
-    seen = (torch.arange(77) >= pad_B[:, None])[:, None, None]
-    expected = F.scaled_dot_product_attention(
-        q.double(), keys.nan_to_num().double(), values.double(), attn_mask=seen, enable_gqa=True
-    )
+@pytest.mark.parametrize("window", [None, 5])
+def test_steps_in_bfloat16_are_pytorchs_attention(K: int, G: int, E: int, window: int | None) -> None:
+    past = [0, 76, 3, 21, 8]
+    q, keys, values, blocks = steps_of(past, K, G, E)
+    found = attended(q, keys, values, past, blocks, window)
     assert found.dtype == torch.bfloat16
-    # Summed in float32, so what is left is the result's own rounding: half a unit of 8 bits.
-    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=2**-8)
+    for r, length in enumerate(past):
+        slots = slots_of(blocks[r], length + 1)[-(window or length + 1) :]
+        expected = F.scaled_dot_product_attention(
+            q[:, :, r : r + 1].double(), keys[None, :, slots].double(), values[None, :, slots].double(), enable_gqa=True
+        )
+        # Summed in float32, so what is left is the result's own rounding: half a unit of 8 bits.
+        torch.testing.assert_close(found[r].double(), expected[0, :, 0], atol=1e-6, rtol=2**-8)
 
 
 @needs_compiler
-def test_a_sequence_of_a_step_is_the_same_to_the_last_bit_in_any_company(threads: None) -> None:
-    q, keys, values, pad_B = step_of(4, 3, 3, 64, slots=50)
+def test_a_step_in_bfloat16_is_the_same_to_the_last_bit_in_any_company(threads: None) -> None:
+    past = [49, 3, 17, 30]
+    q, keys, values, blocks = steps_of(past, 3, 3, 64)
     torch.set_num_threads(3)
-    together = attend_step(q, keys, values, pad_B)
+    together = attended(q, keys, values, past, blocks)
     torch.set_num_threads(1)
-    for b, pad in enumerate(pad_B.tolist()):
-        assert torch.equal(
-            attend_step(q[b : b + 1], keys[b : b + 1, :, pad:], values[b : b + 1, :, pad:], None)[0], together[b]
-        )
+    for r, length in enumerate(past):
+        assert torch.equal(attended(q[:, :, r : r + 1], keys, values, [length], [blocks[r]])[0], together[r])
 
 
 @needs_compiler
@@ -347,9 +362,8 @@ def test_activations_of_any_size() -> None:
 def test_only_for_their_types_on_a_cpu() -> None:
     assert not kernels_available(torch.float64, CPU)
     assert not kernels_available(torch.float32, torch.device("cuda"))
-    assert not attends_steps(torch.bfloat16, torch.device("cuda"), head_dim=64)
-    assert not attends_steps(torch.float32, CPU, head_dim=64)
-    assert not attends_steps(torch.bfloat16, CPU, head_dim=80)
+    assert not attends(torch.bfloat16, torch.device("cuda"), head_dim=64)
+    assert not attends(torch.bfloat16, CPU, head_dim=80)
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 import outrider.target.kernels as kernels
 import outrider.target.paged as ragged
+from outrider.decoding.engine import Engine
+from outrider.decoding.scheduler import EngineConfig
 from outrider.target.hf import ragged_attention
 from outrider.target.kernels import kernels_available
 from outrider.target.model import Target
@@ -198,15 +200,15 @@ def test_a_span_that_contradicts_itself_is_a_bug_of_the_caller(span: Span) -> No
         ("rope_parameters", {"full_attention": {"rope_type": "dynamic"}}, "'llama'.*dynamic"),
     ],
 )
-def test_models_that_cannot_be_paged_are_refused(
-    monkeypatch: pytest.MonkeyPatch, setting: str, value: object, message: str
+def test_models_whose_requests_cannot_be_decoded_together_are_refused(
+    setting: str, value: object, message: str
 ) -> None:
     target = toy_target()
     changed = type(target.config)(**target.config.to_dict())
     object.__setattr__(changed, setting, value)
     target.config = changed
     with pytest.raises(ValueError, match=message):
-        PagedKV(target, 4, BLOCK)
+        Engine(target, config=EngineConfig(2))
 
 
 def test_bfloat16_pools_are_bfloat16() -> None:

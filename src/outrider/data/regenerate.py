@@ -1,9 +1,7 @@
 """Regenerates responses: the target, here or behind servers, writes the text a drafter is trained on.
 
-Here it decodes plainly, in batches:
-
-sort a window of prompts by length -> left-pad a batch -> prefill -> one token per sequence per step
-a finished sequence is handed on at once; a quarter of them finished, they leave the batch (`KVCache.keep_rows`)
+Here the engine decodes plainly, batch by batch: a window of prompts is sorted by length, and a batch of them decoded
+together. A finished sequence is handed on at once.
 
 Sampling is x = min{v : u < P(0) + .. + P(v)} with uniform numbers u drawn per sequence from a seed of its own, so what
 a sequence says does not depend on which others share its batch, on their order, nor on when a stopped run was taken up
@@ -44,13 +42,17 @@ from outrider.data.chat import Chat, printable_lines, response_text
 from outrider.data.conversations import Conversation, Message, chat_messages
 from outrider.data.responses import Failure, Reply, ResponseFile
 from outrider.data.sources import prompts_label
-from outrider.sampling import SamplingParams, rows_at_once, warp
+from outrider.decoding.engine import Engine
+from outrider.decoding.request import Request as DecodingRequest
+from outrider.decoding.request import StopRules
+from outrider.decoding.scheduler import EngineConfig
+from outrider.sampling import Randomness, SamplingParams, SeededSource
 from outrider.target.model import Target
 from outrider.utils.documents import Section
 from outrider.utils.measure import dtype_name
 
 _WINDOW = 8  # batches whose prompts are sorted together: less padding, still a fair sample of the whole
-_COMPACT_BELOW = 0.75  # drop finished sequences once fewer than this share of the batch is alive
+_PROMPT_ROWS = 4096  # of a step that reads prompts
 
 
 class PromptSource(Section):
@@ -169,80 +171,49 @@ def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     return batches
 
 
-@torch.inference_mode()
 def decode_batch(
     target: Target, prompts: Sequence[list[int]], max_new_tokens: int, params: Sequence[SamplingParams]
 ) -> Iterator[dict[int, Response]]:
-    """Decode one batch to its end, without speculation. Repetition penalty is not applied here.
+    """Decode one batch to its end, without speculation.
 
     Yields after every step the responses that ended with it, by their prompts' numbers; most steps end none.
 
     Args:
         params: one per prompt; a seed of None is 0.
+
+    Raises:
+        Exception: what ended one of the requests.
     """
-    width = max(len(p) for p in prompts)
-    tokens_BT = torch.zeros(len(prompts), width, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        tokens_BT[row, width - len(prompt) :] = torch.tensor(prompt)
-    pad_B = torch.tensor([width - len(p) for p in prompts])
-    cache = target.new_cache(width + max_new_tokens, pad_B.to(target.device))
-    uniform_BN = _uniform([p.seed or 0 for p in params], max_new_tokens).to(target.device)
-    shared = [replace(own, seed=None) for own in params]
-    out: list[list[int]] = [[] for _ in prompts]
-    alive = list(range(len(prompts)))
-    done: set[int] = set()
-    stop_ids = target.eos_ids
-    step_BT = tokens_BT.to(target.device)
-    for step in range(max_new_tokens):
-        logits_BTV = target.forward(step_BT, cache).logits_BTV
-        assert logits_BTV is not None
-        next_B = _next_tokens(logits_BTV[:, -1], [shared[row] for row in alive], uniform_BN[alive, step])
+    rules, count = StopRules(max_new_tokens), len(prompts)
+    requests = [
+        DecodingRequest(str(number), prompt, replace(own, seed=own.seed or 0), rules=rules)
+        for number, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+    ]
+    blocks = sum(-(-(len(prompt) + max_new_tokens) // EngineConfig.block_size) for prompt in prompts)
+    config = EngineConfig(count, max(count, _PROMPT_ROWS), num_blocks=blocks)
+    engine = Engine(target, config=config, randomness=Randomness(UniformSource))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for outputs in engine.run(requests):
         ended: dict[int, Response] = {}
-        for row, token in zip(alive, next_B.tolist(), strict=True):
-            if row not in done:
-                out[row].append(token)
-                if token in stop_ids or step == max_new_tokens - 1:
-                    ended[row] = Response(out[row], finished=token in stop_ids)
-        yield ended
-        done |= ended.keys()
-        going = [i for i, row in enumerate(alive) if row not in done]
-        if not going:
-            return
-        if len(going) < _COMPACT_BELOW * len(alive):
-            keep = torch.tensor(going, device=target.device)
-            cache.keep_rows(keep)
-            next_B = next_B[keep]
-            alive = [alive[i] for i in going]
-        step_BT = next_B[:, None]
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            number = int(output.id)
+            tokens[number] += output.tokens
+            if output.finish is not None:
+                ended[number] = Response(tokens[number], finished=output.finish == "stop")
+        if outputs:
+            yield ended
 
 
-def _next_tokens(logits_BV: Tensor, params: Sequence[SamplingParams], uniform_B: Tensor) -> Tensor:
-    """[B] tokens, each drawn as its params say; rows of the same params are drawn together."""
-    groups: dict[SamplingParams, list[int]] = {}
-    for row, own in enumerate(params):
-        groups.setdefault(own, []).append(row)
-    next_B = torch.empty(len(params), dtype=torch.long, device=logits_BV.device)
-    for shared, rows in groups.items():
-        if shared.temperature == 0:
-            next_B[rows] = logits_BV[rows].max(-1).indices  # on a CPU `argmax` takes three times as long
-            continue
-        step = rows_at_once(logits_BV)
-        for few in (rows[start : start + step] for start in range(0, len(rows), step)):
-            next_B[few] = _draw(warp(logits_BV[few].float(), shared, None), uniform_B[few])
-    return next_B
+class UniformSource(SeededSource):
+    """Draws x = min{v : u < P(0) + .. + P(v)} with one number u per token, also for certain tokens: token t of a
+    response has the number t of its seed."""
 
-
-def _uniform(seeds: Sequence[int], count: int) -> Tensor:
-    """[B, count] float64 in [0, 1), a row per seed; drawn on the CPU, so every device samples the same text."""
-    rows = [torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    return torch.stack(rows)
-
-
-def _draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """[B] tokens: the first one whose cumulative probability exceeds u. Zero probabilities are never drawn."""
-    cumulative_BV = probs_BV.double().cumsum(-1)
-    aim_B1 = (uniform_B * cumulative_BV[:, -1])[:, None]
-    return torch.searchsorted(cumulative_BV, aim_B1, right=True)[:, 0].clamp_(max=probs_BV.shape[-1] - 1)
+    def choose(self, probs_V: Tensor) -> int:
+        cumulative_V = probs_V.double().cumsum(-1)
+        aim = self.uniform() * cumulative_V[-1]
+        return min(int(torch.searchsorted(cumulative_V, aim, right=True)), len(probs_V) - 1)
 
 
 # ----------------------------------------------------------------------------
@@ -276,6 +247,11 @@ class ResponseSource(ABC):
         self.chat, self.data = chat, data
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that is answered; longer ones are skipped."""
+        return self.data.max_prompt_tokens
+
+    @property
     @abstractmethod
     def description(self) -> dict[str, Any]:
         """Settings that decide what it answers: `generator`, and `dtype` where it is known."""
@@ -292,6 +268,10 @@ class LocalSource(ResponseSource):
     def __init__(self, target: Target, data: DataSection) -> None:
         super().__init__(Chat.of(target), data)
         self.target = target
+
+    @property
+    def longest_prompt(self) -> int:
+        return min(self.data.max_prompt_tokens, self.target.max_context - 1)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -666,7 +646,7 @@ def regenerate(
             request, stored = _request(source, conversation, replies, seed=seed, file=file)
             if stored is not None:
                 summary.add([stored])
-            elif len(request.prompt) > data.max_prompt_tokens:
+            elif len(request.prompt) > source.longest_prompt:
                 lost.add(conversation.id)
                 summary.skipped += turns_left[conversation.id]
                 continue

@@ -38,15 +38,14 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
     Args:
         module: the layer's recurrent module.
-        goes_back: whether rows may be dropped. Padded batches never do, and would keep their inputs for nothing.
     """
 
     is_compileable = False
 
-    def __init__(self, module: torch.nn.Module, goes_back: bool) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.record_past = True  # transformers then asks for every update instead of writing into the state
-        self._module, self._goes_back = module, goes_back
+        self._module = module
         self.length = 0  # rows read
         self._before: tuple[Tensor | None, Tensor | None] = None, None
         self._rows_BTD: Tensor | None = None
@@ -72,8 +71,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def remember(self, rows_BTD: Tensor) -> None:
         """Count the rows of a forward; store them and the state before it, for `drop`."""
         self.length += rows_BTD.shape[1]
-        if self._goes_back:
-            self._before, self._rows_BTD = (self.conv_states[0], self.recurrent_states[0]), rows_BTD
+        self._before, self._rows_BTD = (self.conv_states[0], self.recurrent_states[0]), rows_BTD
 
     @torch.inference_mode()
     def drop(self, count: int, cache: Cache) -> None:
@@ -90,13 +88,6 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         if kept:
             self._module(hidden_states=self._rows_BTD, cache_params=cache)
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Drop the sequences of the batch that are not in `rows` ([B'] int64)."""
-        for states in (self.conv_states, self.recurrent_states):
-            state = states[0]
-            states[0] = None if state is None else state[rows]
-        self._rows_BTD = None
-
 
 def remember_inputs(module: Any, _args: Any, inputs: dict[str, Any]) -> None:
     """A forward pre-hook of recurrent modules; caches of transformers' own pass through it untouched."""
@@ -109,8 +100,8 @@ def remember_inputs(module: Any, _args: Any, inputs: dict[str, Any]) -> None:
 # ----------------------------------------------------------------------------
 # KV cache with exact rollback.
 #
-#     slots   0 .. pad-1 | pad .. length-1 | length .. capacity-1
-#             left pad   | committed       | free (stale values, never read)
+#     slots   0 .. length-1 | length .. capacity-1
+#             committed     | free (stale values, never read)
 #
 # Buffers are allocated once; appending writes in place and attention reads a view of the first `length` slots, so
 # rolling back is setting one integer: no copy, no rounding, exactly the state before the rejected tokens were seen.
@@ -174,8 +165,7 @@ class KVCache(Cache):
 
     Args:
         num_layers: decoder layers, at least one of which has keys.
-        capacity: slots (tokens, left padding included); 0 for recurrent states alone.
-        pad_B: [B] int64, slots of left padding per sequence; None when nothing is padded.
+        capacity: slots, one per token; 0 for recurrent states alone.
         recurrent: the modules of layers that have a state instead of keys.
     """
 
@@ -183,13 +173,11 @@ class KVCache(Cache):
         self,
         num_layers: int,
         capacity: int,
-        pad_B: Tensor | None = None,
         recurrent: Mapping[int, torch.nn.Module] | None = None,
     ) -> None:
-        states = {i: RecurrentLayer(module, pad_B is None) for i, module in (recurrent or {}).items()}
+        states = {i: RecurrentLayer(module) for i, module in (recurrent or {}).items()}
         super().__init__(layers=[states.get(i) or KVLayer(capacity) for i in range(num_layers)])
         self.capacity = capacity
-        self.pad_B = pad_B
         self._states = list(states.values())
         self._stores = [layer for layer in self.layers if isinstance(layer, KVLayer)]
 
@@ -200,7 +188,7 @@ class KVCache(Cache):
 
     @property
     def length(self) -> int:
-        """Tokens read, left padding included: slots in use."""
+        """Tokens read: slots in use."""
         return (self._states or self._stores)[0].length
 
     def assume(self, length: int) -> None:
@@ -228,17 +216,3 @@ class KVCache(Cache):
                 layer.keys[:, :, start:end] = layer.keys.index_select(2, from_T)
                 layer.values[:, :, start:end] = layer.values.index_select(2, from_T)
         self.rollback(end)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Drop the sequences of the batch that are not in `rows` ([B'] int64)."""
-        for layer in self._used:
-            used = layer.length
-            for name in ("keys", "values"):
-                old = getattr(layer, name)
-                new = old.new_empty(len(rows), *old.shape[1:])
-                torch.index_select(old[:, :, :used], 0, rows, out=new[:, :, :used])
-                setattr(layer, name, new)
-        for state in self._states:
-            state.keep_rows(rows)
-        if self.pad_B is not None:
-            self.pad_B = self.pad_B[rows]

@@ -27,8 +27,6 @@ from outrider.target.kernels import (
     LayerKernels,
     Norms,
     WholeStep,
-    attend_step,
-    attends_steps,
     rms_norm,
 )
 from outrider.target.linear import PackedLinear, padded_size
@@ -86,31 +84,16 @@ def signed_sin(sin: Tensor) -> Tensor:
 
 
 def visibility_mask(
-    cache: KVCache,
-    batch: int,
-    new: int,
-    *,
-    groups: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    branches: Branches | None = None,
+    past: int, new: int, *, groups: int, dtype: torch.dtype, device: torch.device, branches: Branches | None = None
 ) -> Tensor | None:
-    """Additive mask for `new` tokens after the cached ones, [1 or B, 1, groups * new, S]; None: all is visible."""
+    """Additive mask of `new` tokens after `past` cached ones, [1, 1, groups * new, past + new]; None: they see all."""
     if branches is not None:
-        assert cache.pad_B is None, "branches after left padding"
-        return additive(on_device(branches.visible(cache.length), device), dtype).repeat(groups, 1)[None, None]
-    past = cache.length
-    if cache.pad_B is None and new == 1:
+        visible = on_device(branches.visible(past), device)
+    elif new == 1:
         return None
-    slots, own_slots = torch.arange(past + new, device=device), torch.arange(past, past + new, device=device)
-    mask = slots[None, :] <= own_slots[:, None]
-    mask = mask[None].expand(1 if cache.pad_B is None else batch, new, past + new)
-    if cache.pad_B is not None:
-        # A padding slot sees itself only: a row with nothing visible would be NaN.
-        real = slots[None, None, :] >= cache.pad_B[:, None, None]
-        own = slots[None, :] == own_slots[:, None]
-        mask = (mask & real) | own[None]
-    return additive(mask, dtype).repeat(1, groups, 1)[:, None]
+    else:
+        visible = torch.ones(new, past + new, dtype=torch.bool, device=device).tril_(past)
+    return additive(visible, dtype).repeat(groups, 1)[None, None]
 
 
 class FusedDecoder:
@@ -160,7 +143,7 @@ class FusedDecoder:
         """Run T new tokens after those in `cache`; the last layer's aux hidden state is the normed one."""
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
-        if self.compiled and B == 1 and cache.pad_B is None and T <= MOST_ROWS:
+        if self.compiled and B == 1 and T <= MOST_ROWS:
             # As the engine computes them: one block holds the whole cache.
             start, slots_T = cache.length, torch.arange(cache.length, cache.length + T)
             rows = FewRows([0], [T], [start], blocks=[[0]], block_size=start + T, branches=[branches])
@@ -172,15 +155,8 @@ class FusedDecoder:
                 return Cache(keys[0], values[0], slots_T)
 
             return self.run(tokens_BT, positions_BT, aux_layers, whole=WholeStep(rows, reserved))
-        if T == 1 and branches is None and attends_steps(self.embed.dtype, tokens_BT.device, E):
-
-            def attend_one(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return attend_step(q, *self._store(cache, index).update(k, v), cache.pad_B)
-
-            return self.run(tokens_BT, positions_BT, aux_layers, attention=attend_one)
-        mask = visibility_mask(
-            cache, B, T, groups=G, dtype=self.embed.dtype, device=tokens_BT.device, branches=branches
-        )
+        past, dtype, device = cache.length, self.embed.dtype, tokens_BT.device
+        mask = visibility_mask(past, T, groups=G, dtype=dtype, device=device, branches=branches)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._store(cache, index).update(k, v)

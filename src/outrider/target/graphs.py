@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.target.attention import Branches, additive
-from outrider.target.cache import KVCache, KVLayer
 from outrider.target.fused import FusedDecoder
 from outrider.target.kernels import MOST_ROWS
 from outrider.target.paged import PagedKV, Span
@@ -39,7 +38,6 @@ from outrider.utils.measure import on_device
 
 _FEWEST_ROWS = 16  # of a step: the rows of one tensor core product
 _FEWEST_KEYS = 256
-_BLOCK_SIZE = 16  # of the pages that single requests borrow
 
 
 class Shape(NamedTuple):
@@ -110,22 +108,17 @@ class StepGraphs:
         self.captures = os.environ.get("OUTRIDER_CUDA_GRAPHS") != "0"
         self._steps: WeakKeyDictionary[PagedKV, dict[Shape, _Captured]] = WeakKeyDictionary()
         self._memory: Any = None  # shared by all graphs
-        self._pages: PagedKV | None = None
-        self._borrower: ref[KVCache] | None = None
 
     def taken(self, spans: Sequence[Span]) -> list[int]:
         """Which of the spans of a step are for `forward`."""
         few = [i for i, span in enumerate(spans) if len(span.tokens) <= MOST_ROWS]
         return few if self.captures or len(few) > 1 else []
 
-    def forward(
-        self, spans: Sequence[Span], kv: PagedKV, aux_layers: tuple[int, ...], tokens_T: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, spans: Sequence[Span], kv: PagedKV, aux_layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Normed last hidden states [T, D] and aux hidden states [T, L, D] of the spans' rows, without padding.
 
         Args:
             spans: of at most `MOST_ROWS` rows each.
-            tokens_T: the tokens of a single span, where they are on the device already.
         """
         shape = shape_of(spans, aux_layers)
         inputs = torch.from_numpy(inputs_of(spans, shape, kv)).pin_memory()
@@ -136,8 +129,6 @@ class StepGraphs:
         else:
             buffer = step.inputs
         buffer.copy_(inputs, non_blocking=True)
-        if tokens_T is not None:
-            buffer[: len(tokens_T)].copy_(tokens_T)
         if step is None:
             step = steps[shape] = self._prepared(buffer, shape, kv)
         if step.graph is not None:
@@ -193,44 +184,3 @@ class StepGraphs:
         hidden_1TD, captured = self.decoder.run(tokens_T[None], positions_T[None], aux_layers, attention=attend)
         aux_TLD = torch.stack([captured[layer][0] for layer in aux_layers], dim=1) if aux_layers else None
         return hidden_1TD[0], aux_TLD
-
-    # ------------------------------------------------------------------------
-    # Single requests (`Target.new_cache`) borrow pages: a graph knows the addresses that it reads and writes.
-    # ------------------------------------------------------------------------
-
-    def lend(self, cache: KVCache, make: Any) -> None:
-        """Let a new cache of one request keep its keys in the pages, unless another one does.
-
-        Args:
-            make: (blocks, block size) -> pages.
-        """
-        if self._borrower is not None and self._borrower() is not None:
-            return
-        blocks = -(-cache.capacity // _BLOCK_SIZE)
-        if self._pages is None or self._pages.num_blocks < blocks:
-            self._pages = None  # freed before larger ones are made
-            self._pages = make(_power_of_two(blocks), _BLOCK_SIZE)
-        self._borrower = ref(cache)
-        for layer, (keys_KSE, values_KSE) in zip(cache.layers, self._pages.layers, strict=True):
-            assert isinstance(layer, KVLayer)
-            layer.keys, layer.values, layer.is_initialized = keys_KSE[None], values_KSE[None], True
-
-    def step_of(
-        self, tokens_BT: Tensor, cache: KVCache, aux_layers: tuple[int, ...], parents: Sequence[int] | None
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """`forward` for the rows of a cache that borrowed the pages, which then hold them.
-
-        None where there are no graphs, for another cache, and for more rows than a step here has.
-        """
-        B, T = tokens_BT.shape
-        if not self.captures or self._borrower is None or self._borrower() is not cache or T > MOST_ROWS:
-            return None
-        assert B == 1 and self._pages is not None
-        start = cache.length
-        blocks = list(range(-(-(start + T) // _BLOCK_SIZE)))
-        span = Span([0] * T, start, blocks, logits=0, parents=None if parents is None else list(parents))
-        found = self.forward([span], self._pages, aux_layers, tokens_T=tokens_BT[0])
-        for layer in cache.layers:
-            assert isinstance(layer, KVLayer)
-            layer.length = start + T
-        return found

@@ -148,9 +148,6 @@ class FamilyDecoder:
         mask: Any = None
         if branches is not None:
             mask = self._branch_masks(cache, branches)
-        elif cache.pad_B is not None:
-            slots = torch.arange(cache.length + T, device=tokens_BT.device)
-            mask = (slots[None] >= cache.pad_B[:, None]).long()
         positions_BT = positions_BT.expand(B, T)
         return self._forward_aux(
             aux_layers, input_ids=tokens_BT, past_key_values=cache, attention_mask=mask, position_ids=positions_BT
@@ -158,7 +155,6 @@ class FamilyDecoder:
 
     def _branch_masks(self, cache: KVCache, branches: Branches) -> Any:
         """Additive [1, 1, T, S]: one for all layers, or one per kind of layer, which is how such families take them."""
-        assert cache.pad_B is None, "branches after left padding"
         weight = self.module.norm.weight
 
         def mask(window: int | None) -> Tensor:

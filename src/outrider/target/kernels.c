@@ -554,29 +554,27 @@ void normalise_bfloat16(const uint16_t *x, const uint16_t *weights, uint16_t *to
     }
 }
 
-typedef struct {
-    int64_t batch, kv_heads, groups, head_dim, length, query_row, query_head, cache_row, cache_head;
-    const int64_t *padding; /* of each sequence; NULL: none */
-    float scale;
-} Step;
-
-/* `rows` queries (1 to STEP_QUERIES) of one key head over N keys and values; scores: [rows, N]. */
-static inline __attribute__((always_inline)) void step_queries(const Step *step, const uint16_t *q,
+/* `rows` queries (1 to STEP_QUERIES) of one key head over the N keys and values in `blocks` from `start` on;
+   scores: [rows, N]. */
+static inline __attribute__((always_inline)) void step_queries(const Shapes *shapes, const uint16_t *q,
                                                                const uint16_t *keys, const uint16_t *values,
+                                                               const int64_t *blocks, int64_t size, Place start,
                                                                uint16_t *out, float *scores, int64_t N,
                                                                const int rows, const int64_t E) {
     const int64_t C = E / (2 * LANES);
     Lanes even[STEP_QUERIES][STEP_WORDS], odd[STEP_QUERIES][STEP_WORDS];
     for (int i = 0; i < rows; i++)
         for (int64_t c = 0; c < C; c++) {
-            const Words x = *(const LooseWords *)(q + i * step->query_head + 2 * c * LANES);
-            even[i][c] = even_half(x) * step->scale, odd[i][c] = odd_half(x) * step->scale;
+            const Words x = *(const LooseWords *)(q + i * shapes->query_head + 2 * c * LANES);
+            even[i][c] = even_half(x) * shapes->scale, odd[i][c] = odd_half(x) * shapes->scale;
         }
+    Place place = start;
     for (int64_t n = 0; n < N; n++) {
         Lanes sum[STEP_QUERIES];
-        for (int64_t e = 0; e < E; e += 2 * CACHE_LINE) __builtin_prefetch(keys + (n + STEP_AHEAD) * E + e, 0, 2);
+        const uint16_t *key = keys + next_slot(&place, blocks, size) * E;
+        for (int64_t e = 0; e < E; e += 2 * CACHE_LINE) __builtin_prefetch(key + STEP_AHEAD * E + e, 0, 2);
         for (int64_t c = 0; c < C; c++) {
-            const Words x = *(const LooseWords *)(keys + n * E + 2 * c * LANES);
+            const Words x = *(const LooseWords *)(key + 2 * c * LANES);
             for (int i = 0; i < rows; i++) {
                 const Lanes products = even[i][c] * even_half(x) + odd[i][c] * odd_half(x);
                 sum[i] = c == 0 ? products : sum[i] + products;
@@ -598,10 +596,12 @@ static inline __attribute__((always_inline)) void step_queries(const Step *step,
         for (int64_t n = 0; n < N; n++) row[n] *= inverse;
         for (int64_t c = 0; c < C; c++) even[i][c] = odd[i][c] = (Lanes){0};
     }
+    place = start;
     for (int64_t n = 0; n < N; n++) {
-        for (int64_t e = 0; e < E; e += 2 * CACHE_LINE) __builtin_prefetch(values + (n + STEP_AHEAD) * E + e, 0, 2);
+        const uint16_t *value = values + next_slot(&place, blocks, size) * E;
+        for (int64_t e = 0; e < E; e += 2 * CACHE_LINE) __builtin_prefetch(value + STEP_AHEAD * E + e, 0, 2);
         for (int64_t c = 0; c < C; c++) {
-            const Words x = *(const LooseWords *)(values + n * E + 2 * c * LANES);
+            const Words x = *(const LooseWords *)(value + 2 * c * LANES);
             for (int i = 0; i < rows; i++) {
                 even[i][c] += scores[i * N + n] * even_half(x);
                 odd[i][c] += scores[i * N + n] * odd_half(x);
@@ -612,46 +612,50 @@ static inline __attribute__((always_inline)) void step_queries(const Step *step,
         for (int64_t c = 0; c < C; c++) *(LooseWords *)(out + i * E + 2 * c * LANES) = joined(even[i][c], odd[i][c]);
 }
 
-static inline __attribute__((always_inline)) void step_head(const Step *step, int64_t b, int64_t h, const uint16_t *q,
-                                                            const uint16_t *keys, const uint16_t *values,
-                                                            uint16_t *out, float *scores, const int64_t E) {
-    const int64_t G = step->groups, low = step->padding == NULL ? 0 : step->padding[b], N = step->length - low;
-    const int64_t first = b * step->cache_row + h * step->cache_head + low * E;
-    int64_t g = 0;
-    while (g < G) {
-        const uint16_t *from = q + b * step->query_row + (h * G + g) * step->query_head;
-        uint16_t *to = out + ((b * step->kv_heads + h) * G + g) * E;
+static inline __attribute__((always_inline)) void step_head(const Requests *all, const Shapes *shapes, int64_t r,
+                                                            int64_t h, const uint16_t *q, const uint16_t *keys,
+                                                            const uint16_t *values, uint16_t *out, float *scores,
+                                                            const int64_t E) {
+    const int64_t G = shapes->groups, row = all->first_row[r], low = all->low[row], N = all->past[r] + 1 - low;
+    const int64_t *blocks = all->blocks + all->first_block[r], size = all->block_size;
+    const Place start = {low / size, low % size};
+    keys += h * shapes->head_stride;
+    values += h * shapes->head_stride;
+    for (int64_t g = 0; g < G; g += STEP_QUERIES) {
+        const uint16_t *from = q + row * shapes->query_row + (h * G + g) * shapes->query_head;
+        uint16_t *to = out + ((row * shapes->kv_heads + h) * G + g) * E;
         if (g + 4 <= G)
-            step_queries(step, from, keys + first, values + first, to, scores, N, 4, E), g += 4;
-        else if (g + 3 <= G)
-            step_queries(step, from, keys + first, values + first, to, scores, N, 3, E), g += 3;
-        else if (g + 2 <= G)
-            step_queries(step, from, keys + first, values + first, to, scores, N, 2, E), g += 2;
+            step_queries(shapes, from, keys, values, blocks, size, start, to, scores, N, 4, E);
+        else if (g + 3 == G)
+            step_queries(shapes, from, keys, values, blocks, size, start, to, scores, N, 3, E);
+        else if (g + 2 == G)
+            step_queries(shapes, from, keys, values, blocks, size, start, to, scores, N, 2, E);
         else
-            step_queries(step, from, keys + first, values + first, to, scores, N, 1, E), g += 1;
+            step_queries(shapes, from, keys, values, blocks, size, start, to, scores, N, 1, E);
     }
 }
 
-/* q: [batch, heads, E] with strides; keys, values: [batch, kv_heads, slots, E], `length` slots in use; out: [batch,
-   heads, E]; all bfloat16, E 64 or 128. 0, or 1 without memory. */
-int attend_step(const Step *step, const uint16_t *q, const uint16_t *keys, const uint16_t *values, uint16_t *out,
-                int threads) {
+/* As `attend` in bfloat16, for requests of one row each; E 64 or 128. */
+int attend_step(const Requests *all, const Shapes *shapes, const uint16_t *q, const uint16_t *keys,
+                const uint16_t *values, uint16_t *out, int threads) {
+    int64_t most = 0;
+    for (int64_t r = 0; r < all->requests; r++) most = all->past[r] + 1 > most ? all->past[r] + 1 : most;
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
-        float *scores = malloc(sizeof(float) * STEP_QUERIES * step->length);
+        float *scores = malloc(sizeof(float) * STEP_QUERIES * most);
         if (scores == NULL) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp for schedule(dynamic, 4) collapse(2)
-        for (int64_t b = 0; b < step->batch; b++)
-            for (int64_t h = 0; h < step->kv_heads; h++) {
+        for (int64_t r = 0; r < all->requests; r++)
+            for (int64_t h = 0; h < shapes->kv_heads; h++) {
                 if (scores == NULL) continue;
-                if (step->head_dim == 64)
-                    step_head(step, b, h, q, keys, values, out, scores, 64);
+                if (shapes->head_dim == 64)
+                    step_head(all, shapes, r, h, q, keys, values, out, scores, 64);
                 else
-                    step_head(step, b, h, q, keys, values, out, scores, 128);
+                    step_head(all, shapes, r, h, q, keys, values, out, scores, 128);
             }
         free(scores);
     }

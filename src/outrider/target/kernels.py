@@ -1,6 +1,6 @@
 """The compiled kernels of a CPU. In float32: products of packed matrices, layers around their attention, and attention
-of requests with few rows each (a token, or a token and its drafts). In bfloat16: RMS norms, and attention of a batch
-that is decoded plainly, as responses are.
+of requests with few rows each (a token, or a token and its drafts). In bfloat16: RMS norms, and attention of requests
+with one row each, which decode plainly, as responses are made.
 
 A decoding step reads all weights once for a few rows. oneDNN's products do not reach the memory's speed then, and of a
 small target PyTorch's operators spend a third of a step between the products. The machine's C compiler makes
@@ -39,7 +39,7 @@ _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 _NATIVE = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
 _NORM_MULTIPLE = 32  # of elements in a row of a bfloat16 norm: those of two vectors
-_STEP_HEADS = (64, 128)  # head dims of `attend_step`
+_STEP_HEADS = (64, 128)  # head dims of attention in bfloat16
 _SECONDS = 60  # for a compiler that hangs
 
 
@@ -56,15 +56,6 @@ class _Shapes(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("kv_heads", "groups", "head_dim", "head_stride")),
         *((name, ctypes.c_int64) for name in ("query_row", "query_head")),
-        ("scale", ctypes.c_float),
-    ]
-
-
-class _Step(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "groups", "head_dim", "length")),
-        *((name, ctypes.c_int64) for name in ("query_row", "query_head", "cache_row", "cache_head")),
-        ("padding", ctypes.c_void_p),
         ("scale", ctypes.c_float),
     ]
 
@@ -99,9 +90,11 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "product": (None, (ctypes.POINTER(_Matrix), _POINTER, _POINTER, _COUNT, _THREADS)),
     "before_attention": (None, (ctypes.POINTER(_Layer), *(_POINTER,) * 5, _COUNT, _THREADS)),
     "after_attention": (None, (ctypes.POINTER(_Layer), *(_POINTER,) * 3, _COUNT, _THREADS)),
-    "attend": (ctypes.c_int, (ctypes.POINTER(_Requests), ctypes.POINTER(_Shapes), *(_POINTER,) * 4, _THREADS)),
+    **dict.fromkeys(
+        ("attend", "attend_step"),
+        (ctypes.c_int, (ctypes.POINTER(_Requests), ctypes.POINTER(_Shapes), *(_POINTER,) * 4, _THREADS)),
+    ),
     "normalise_bfloat16": (None, (*(_POINTER,) * 3, _COUNT, _COUNT, ctypes.c_float, _THREADS)),
-    "attend_step": (ctypes.c_int, (ctypes.POINTER(_Step), *(_POINTER,) * 4, _THREADS)),
     "whole_layer": (
         ctypes.c_int,
         (
@@ -155,6 +148,17 @@ def _processor() -> list[str]:
 def kernels_available(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there are compiled kernels for this type on this device."""
     return device.type == "cpu" and dtype == torch.float32 and _compiled() is not None
+
+
+def attends(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
+    """Whether `FewRows.attend` is there for this type and head dim on this device."""
+    half = dtype == torch.bfloat16 and head_dim in _STEP_HEADS and device.type == "cpu" and _compiled() is not None
+    return half or kernels_available(dtype, device)
+
+
+def most_rows(dtype: torch.dtype) -> int:
+    """Rows of a request that `FewRows.attend` takes in this type."""
+    return 1 if dtype == torch.bfloat16 else MOST_ROWS
 
 
 class PackedMatrix:
@@ -340,6 +344,8 @@ class FewRows:
     def attend(self, q: Tensor, keys_KSE: Tensor, values_KSE: Tensor, *, scale: float | None, out_THE: Tensor) -> None:
         """Attention of these rows of q [1, H, T, E] into the same rows of `out_THE`; the other rows stay.
 
+        In bfloat16, where sums are float32, each request has one row (`most_rows`).
+
         Raises:
             MemoryError: there is none for the scores.
         """
@@ -348,7 +354,9 @@ class FewRows:
         q = q if q.stride(3) == 1 else q.contiguous()
         strides = keys_KSE.stride()
         assert strides == values_KSE.stride() and strides[1:] == (E, 1) and out_THE.is_contiguous()
-        assert keys_KSE.dtype == values_KSE.dtype == q.dtype == out_THE.dtype == torch.float32
+        assert keys_KSE.dtype == values_KSE.dtype == q.dtype == out_THE.dtype
+        half = q.dtype == torch.bfloat16
+        assert not half or self.requests.widest == 1, "a request with several rows in bfloat16"
         scale = E**-0.5 if scale is None else scale
         shapes = _Shapes(
             kv_heads=K,
@@ -360,7 +368,8 @@ class FewRows:
             scale=scale,
         )
         tensors = (q.data_ptr(), keys_KSE.data_ptr(), values_KSE.data_ptr(), out_THE.data_ptr())
-        if _library().attend(self.requests, shapes, *tensors, torch.get_num_threads()):
+        attend = _library().attend_step if half else _library().attend
+        if attend(self.requests, shapes, *tensors, torch.get_num_threads()):
             raise MemoryError("no memory for the scores of attention")
 
 
@@ -374,48 +383,6 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     pointers = (x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr())
     _library().normalise_bfloat16(*pointers, T, D, eps, torch.get_num_threads())
     return out_TD
-
-
-def attends_steps(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
-    """Whether `attend_step` is there for keys of this type and size on this device."""
-    return dtype == torch.bfloat16 and device.type == "cpu" and head_dim in _STEP_HEADS and _compiled() is not None
-
-
-def attend_step(q_BH1E: Tensor, keys_BKSE: Tensor, values_BKSE: Tensor, pad_B: Tensor | None) -> Tensor:
-    """Attention [B, H, 1, E] of one new token per sequence, in bfloat16, where `attends_steps`. Sums are float32.
-
-    Args:
-        keys_BKSE: with the new tokens' own; views of the used slots of a cache.
-        pad_B: int64, slots of left padding, which are not read.
-
-    Raises:
-        MemoryError: there is none for the scores.
-    """
-    B, H, _, E = q_BH1E.shape
-    K, S = keys_BKSE.shape[1:3]
-    q_BH1E = q_BH1E if q_BH1E.stride(3) == 1 else q_BH1E.contiguous()
-    strides = keys_BKSE.stride()
-    assert strides == values_BKSE.stride() and strides[2:] == (E, 1)
-    assert keys_BKSE.dtype == values_BKSE.dtype == q_BH1E.dtype == torch.bfloat16
-    assert pad_B is None or (pad_B.dtype == torch.int64 and pad_B.is_contiguous())
-    out_BH1E = q_BH1E.new_empty(B, H, 1, E)
-    step = _Step(
-        batch=B,
-        kv_heads=K,
-        groups=H // K,
-        head_dim=E,
-        length=S,
-        query_row=q_BH1E.stride(0),
-        query_head=q_BH1E.stride(1),
-        cache_row=strides[0],
-        cache_head=strides[1],
-        padding=None if pad_B is None else pad_B.data_ptr(),
-        scale=E**-0.5,
-    )
-    tensors = (q_BH1E.data_ptr(), keys_BKSE.data_ptr(), values_BKSE.data_ptr(), out_BH1E.data_ptr())
-    if _library().attend_step(step, *tensors, torch.get_num_threads()):
-        raise MemoryError("no memory for the scores of attention")
-    return out_BH1E
 
 
 class WholeStep(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -263,9 +262,9 @@ class Target:
                 "state from token to token, which siblings cannot share. Draft chains: leave out --tree."
             )
 
-    def new_cache(self, capacity: int, pad_B: Tensor | None = None) -> KVCache:
-        """An empty KV cache of `capacity` slots; `pad_B` [B] counts left padding per sequence."""
-        return KVCache(self.num_layers, capacity, pad_B, recurrent=self._recurrent)
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty KV cache of `capacity` slots."""
+        return KVCache(self.num_layers, capacity, recurrent=self._recurrent)
 
     def check_batches(self) -> None:
         """Refuse several requests at a time if one changes another.
@@ -292,7 +291,10 @@ class Target:
         logits: int | None = 1,
         parents: Sequence[int] | None = None,
     ) -> TargetOutput:
-        """Run T new tokens after the cached ones and append them to the cache.
+        """Run T new tokens of a text after the cached ones and append them to the cache.
+
+        It stays beside `forward_ragged` for whole texts that nothing decodes: their features, and the scales that
+        training is bound to, are its results to the last bit.
 
         Args:
             tokens_BT: [B, T] int64.
@@ -302,25 +304,16 @@ class Target:
             parents: where the tokens of one sequence branch (target/attention.py): the parent of each, -1 for the
             first.
         """
-        B, T = tokens_BT.shape
+        T = tokens_BT.shape[1]
         if parents is not None:
             self.check_trees()
         wanted = T if logits is None else logits
-        if self.graphs is not None and B == 1 and cache.pad_B is None:
-            if cache.length == 0:
-                self.graphs.lend(cache, partial(PagedKV, self))
-            found = self.graphs.step_of(tokens_BT, cache, aux_layers, parents=parents)
-            if found is not None:
-                hidden_TD, aux_TLD = found
-                logits_1TV = self.logits(hidden_TD[T - wanted :])[None] if wanted else None
-                return TargetOutput(logits_1TV, None if aux_TLD is None else aux_TLD[None], hidden_TD[None])
         branches = None if parents is None else Branches.of(parents)
         slots_T = torch.arange(cache.length, cache.length + T, device=self.device)
         if branches is not None:
             slots_T = cache.length + on_device(branches.depths_T, self.device)
-        positions_BT = slots_T[None] if cache.pad_B is None else (slots_T[None] - cache.pad_B[:, None]).clamp_(min=0)
         hidden_BTD, captured = self._decoder.forward(
-            tokens_BT, cache, positions_BT, aux_layers=aux_layers, branches=branches
+            tokens_BT, cache, slots_T[None], aux_layers=aux_layers, branches=branches
         )
         logits_BTV = self.logits(hidden_BTD[:, T - wanted :]) if wanted else None
         aux_BTLD = torch.stack([captured[aux_layer] for aux_layer in aux_layers], dim=2) if aux_layers else None

@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 
 from outrider.target.attention import Branches, additive, attend_folded, fold, lowest_visible, unfold
 from outrider.target.cache import KVCache
-from outrider.target.kernels import MOST_ROWS, Cache, FewRows, WholeStep, kernels_available
+from outrider.target.kernels import Cache, FewRows, WholeStep, attends, most_rows
 from outrider.utils.measure import on_device
 
 if TYPE_CHECKING:
@@ -266,7 +266,8 @@ class RaggedStep:
         self.positions_1T = on_device([positions], kv.device)
         slots_T = torch.cat([kv.slots(span.blocks, span.past, span.end) for span in spans])
         self._slots_T = on_device(slots_T, kv.device)
-        self._few = [i for i, span in enumerate(spans) if len(span.tokens) <= MOST_ROWS]
+        self._most_rows = most_rows(kv.dtype)
+        self._few = [i for i, span in enumerate(spans) if len(span.tokens) <= self._most_rows]
         self._few_rows: dict[int | None, FewRows] = {}
         self._contexts: dict[tuple[int, int | None, int], _Context] = {}
 
@@ -322,7 +323,7 @@ class RaggedStep:
             return unfold(out, G)
 
         plain = softcap is None and sinks_H is None and expand is None
-        if not (self._few and plain and kernels_available(self._kv.dtype, self._kv.device)):
+        if not (self._few and plain and attends(self._kv.dtype, self._kv.device, q.shape[3])):
             parts = q.split([len(span.tokens) for span in self.spans], dim=2)
             attended = [one(index, part) for index, part in enumerate(parts)]
             return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
@@ -330,7 +331,7 @@ class RaggedStep:
         self._few_rows_of(window).attend(q, keys_KSE, values_KSE, scale=scale, out_THE=out_THE)
         out = out_THE.transpose(0, 1)[None]
         for index, span in enumerate(self.spans):
-            if len(span.tokens) > MOST_ROWS:
+            if len(span.tokens) > self._most_rows:
                 rows = slice(self._first_row[index], self._first_row[index] + len(span.tokens))
                 out[:, :, rows] = one(index, q[:, :, rows])
         return out
