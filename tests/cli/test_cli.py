@@ -713,6 +713,17 @@ def test_links_of_the_documentation_lead_to_files_and_headings_of_the_repository
     assert len(links) > 100 and not lost
 
 
+def test_files_that_pages_name_are_there() -> None:
+    """`target/kernels.c` and its like, below src/outrider or the root; `drafters/NAME.py` stands for many."""
+    pages = [page for page in PAGES if page.parent.name != "upstream"]  # whose files are vLLM's
+    named = [(page, name) for page in pages for name in re.findall(r"`([a-z][\w/-]*/[\w-]+\.\w+)`", prose_of(page))]
+    named = [(page, name) for page, name in named if name.endswith((".py", ".c", ".js", ".yaml", ".json", ".jsonl"))]
+    places = (ROOT, ROOT / "src" / "outrider")
+    lost = {f"{page.relative_to(ROOT)}: {name}" for page, name in named
+            if "NAME" not in name and not any((place / name).exists() for place in places)}  # fmt: skip
+    assert len(named) > 100 and not lost
+
+
 def test_pages_that_code_names_are_there() -> None:
     files = [path for top in ("src", "tests", "benchmarks") for path in (ROOT / top).rglob("*") if path.is_file()]
     code = [path for path in files if path.suffix in (".py", ".yaml", ".js", ".sh", ".c")]
