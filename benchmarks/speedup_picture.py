@@ -15,8 +15,8 @@ from typing import Annotated
 import matplotlib.pyplot as plt
 import typer
 
+from outrider.evaluation.plots import COLOURS, save_figure
 from outrider.evaluation.results import Results
-from outrider.utils.plots import COLOURS, save_figure
 
 # Where the reader's system is dark. Bars and their labels keep their colours.
 DARK = """<style>@media (prefers-color-scheme: dark) {

@@ -27,7 +27,6 @@ ROOMS = [  # a room imports itself and the rooms before it (docs/architecture.md
     "training",
     "evaluation",
     "serving",
-    "report",
     "doctor",
     "cli",
     "contrib",

@@ -16,7 +16,7 @@ import outrider.checkpoints.published as published
 import outrider.training.state as state
 from outrider.cli import demo, train
 from outrider.data.responses import read_responses
-from outrider.report import find_sources
+from outrider.evaluation.html_report import find_sources
 from outrider.target.model import load_target
 from outrider.training.logging import sparkline
 from outrider.training.recipe import load_recipe

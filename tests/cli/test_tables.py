@@ -17,10 +17,10 @@ from outrider.decoding.cost import Profile
 from outrider.evaluation.calibration.fit import Calibration, ScalingError, SweepPoint
 from outrider.evaluation.comparison import Comparison, terminal
 from outrider.evaluation.draft_cost import cost_table, load_costs
+from outrider.evaluation.figures import table
 from outrider.evaluation.loadtest.metrics import Frontier
 from outrider.evaluation.loadtest.simulate import compare
 from outrider.evaluation.loadtest.sweep import side_by_side
-from outrider.evaluation.report import table
 from outrider.evaluation.results import Results
 from tests.toys.command_line import Run
 

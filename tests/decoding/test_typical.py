@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import outrider.evaluation.report as plots
+import outrider.evaluation.figures as plots
 from outrider.decoding.generate import generate
 from outrider.decoding.policies import FixedPolicy
 from outrider.decoding.request import StopRules

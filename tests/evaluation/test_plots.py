@@ -10,12 +10,12 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-import outrider.utils.plots as plots
+import outrider.evaluation.plots as plots
 from outrider.decoding.cost import Profile
 from outrider.evaluation.comparison import BEST, Comparison, plot_tau_and_speedup, ranked
+from outrider.evaluation.figures import plot_acceptance, plot_profile
 from outrider.evaluation.loadtest.metrics import Frontier
 from outrider.evaluation.loadtest.plots import plot_frontier, plot_load
-from outrider.evaluation.report import plot_acceptance, plot_profile
 from outrider.evaluation.results import Results
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results"

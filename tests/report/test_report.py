@@ -17,10 +17,10 @@ import pytest
 import outrider
 from outrider.data.sources import TaskSettings
 from outrider.evaluation.calibration.fit import Calibration, Rounds, calibrate
-from outrider.evaluation.report import speedups
+from outrider.evaluation.figures import speedups
+from outrider.evaluation.html_report import find_sources, render
 from outrider.evaluation.results import Results
 from outrider.evaluation.verdict import pooled
-from outrider.report import find_sources, render
 from outrider.sampling import SamplingParams
 from outrider.utils.files import file_sha256
 from tests.toys.browser import browsing
@@ -110,7 +110,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, answer: dict[str, Any]) -
 @pytest.fixture(scope="module")
 def page(measured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of it."""
-    from outrider.report import render
+    from outrider.evaluation.html_report import render
 
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(render(find_sources([measured]), "My <report>"), encoding="utf-8")
@@ -265,7 +265,7 @@ def test_what_no_report_is_made_of(run: Run, tmp_path: Path, answer: dict[str, A
 
 
 def test_results_of_a_comparison_are_shown_in_it(tmp_path: Path) -> None:
-    from outrider.report import is_within, render
+    from outrider.evaluation.html_report import is_within, render
 
     shutil.copy(MEASURED / "drafters" / "comparison.json", tmp_path)
     shutil.copy(MEASURED / "drafters" / "draft_cost.json", tmp_path)

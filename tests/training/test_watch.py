@@ -23,11 +23,12 @@ from outrider.drafters.dspark import DSpark
 from outrider.drafters.layers import BlockLayout
 from outrider.drafters.loss import ObjectiveConfig
 from outrider.drafters.medusa import Medusa, MedusaConfig
+from outrider.evaluation.figures import plot_training
 from outrider.target.model import Target
 from outrider.training.batches import build_batch
 from outrider.training.dataset import Dataset, choose_draft_ids
 from outrider.training.features import measure_aux_scale
-from outrider.training.logging import Meters, peak_memory_gib, plot_training, read_metrics
+from outrider.training.logging import Meters, peak_memory_gib, read_metrics
 from outrider.training.objective import BlockObjective
 from outrider.training.recipe import Recipe, load_recipe
 from outrider.training.setup import Run, prepare

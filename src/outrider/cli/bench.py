@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from outrider.evaluation.loadtest.engines import MeasuredEngine
     from outrider.evaluation.loadtest.load import Traffic
     from outrider.evaluation.loadtest.metrics import Frontier, Gain, PointSummary
-    from outrider.evaluation.loadtest.simulate import Cluster, Comparison, Routing
+    from outrider.evaluation.loadtest.simulate import Cluster, PointError, Routing
     from outrider.evaluation.loadtest.traces import Traces
     from outrider.target.model import Target
 
@@ -703,7 +703,7 @@ def points_table(points: list[PointSummary]) -> Table:
     return view
 
 
-def report_simulation(compared: list[Comparison], path: Path, console: Console) -> None:
+def report_simulation(compared: list[PointError], path: Path, console: Console) -> None:
     """Print and write the error at every point; the worst is named."""
     from outrider.evaluation.loadtest.simulate import errors_of, validation_rows
 

@@ -71,10 +71,10 @@ def calibrate_command(
     from outrider.evaluation.calibration.collect import collect_tasks, load_rounds, save_rounds
     from outrider.evaluation.calibration.fit import calibrate, refusal
     from outrider.evaluation.calibration.fit import sweep as sweep_thresholds
-    from outrider.evaluation.report import plot_reliability, plot_sweep
+    from outrider.evaluation.figures import plot_reliability, plot_sweep
+    from outrider.evaluation.plots import short_name
     from outrider.sampling import SamplingParams
     from outrider.target.model import count_layers
-    from outrider.utils.plots import short_name
 
     set_up(threads)
     console = Terminal()
@@ -307,7 +307,7 @@ def profile_command(
     from outrider.backends.sglang import TABLE_FILE, write_sps_table
     from outrider.decoding.profile import PLAIN_WIDTH, ProfileConfig, measure_profile
     from outrider.drafters.base import draft_slots
-    from outrider.evaluation.report import plot_profile
+    from outrider.evaluation.figures import plot_profile
 
     set_up(threads)
     console = Terminal()

@@ -279,7 +279,7 @@ def fit_evaluation(tokens: int, samples: int, plain_rate: float, console: Consol
 def _measure(model: Model, settings: TaskSettings, out: Path, console: Console) -> None:
     """The model's drafter against plain decoding, with the default schedule."""
     from outrider.evaluation.evaluate import evaluate
-    from outrider.evaluation.report import speedups
+    from outrider.evaluation.figures import speedups
 
     assert model.drafter is not None
     chosen = model.scheduling

@@ -89,7 +89,7 @@ def evaluate_command(
     from outrider.api.scheduling import choose_scheduling, given
     from outrider.data.sources import TaskSettings, load_tasks
     from outrider.evaluation.evaluate import evaluate
-    from outrider.evaluation.report import speedups
+    from outrider.evaluation.figures import speedups
     from outrider.sampling import SamplingParams
     from outrider.utils.distributed import join
 
@@ -188,7 +188,7 @@ def _measure_others(
     console: Console,
 ) -> dict[str, list[Speedup]]:
     """Speedups of other drafters on the first prompts of each task; {} where two of each would take too long."""
-    from outrider.evaluation.report import speedups
+    from outrider.evaluation.figures import speedups
 
     # Both ways of decoding a prompt, as long as they took with the drafter that is no faster.
     seconds = sum((t.baseline_seconds + t.tokens / t.tokens_per_second) / t.samples for t in results.tasks)
@@ -264,7 +264,7 @@ def report(results: Results, out: Path, console: Console, verdict: Sequence[str]
     Raises:
         ValueError: greedy output differed from plain decoding and no lossy rule was asked for: a bug worth reporting.
     """
-    from outrider.evaluation.report import table, write_report
+    from outrider.evaluation.figures import table, write_report
 
     paths = write_report(results, out)
     console.print(table(results))
@@ -341,7 +341,7 @@ def write_page(places: Sequence[Path], out: Path, title: str, *, console: Consol
     Raises:
         ValueError: see `find_sources` and `render`.
     """
-    from outrider.report import find_sources, render
+    from outrider.evaluation.html_report import find_sources, render
     from outrider.utils.files import write_atomically
 
     sources = find_sources(places)

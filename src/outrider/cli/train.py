@@ -126,10 +126,10 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
     Raises:
         typer.Exit: a signal ended it early; the status is 128 + its number.
     """
-    from outrider.training.logging import plot_training
+    from outrider.evaluation.figures import plot_training
+    from outrider.evaluation.plots import short_name
     from outrider.training.trainer import Trainer
     from outrider.utils.distributed import Ranks
-    from outrider.utils.plots import short_name
 
     ranks = ranks or Ranks(device=target.device)
     run = prepare_with_progress(recipe, target, console, ranks=ranks)

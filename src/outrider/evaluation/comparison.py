@@ -28,11 +28,7 @@ from rich.table import Table
 from outrider.checkpoints.describe import DrafterInfo
 from outrider.evaluation.draft_cost import DraftCosts, cost_markdown
 from outrider.evaluation.model_card import WHOLE, listed, verified
-from outrider.evaluation.results import Results, TaskResult
-from outrider.evaluation.verdict import Speedup
-from outrider.training.logging import read_metrics
-from outrider.utils.files import invalid_fields
-from outrider.utils.plots import (
+from outrider.evaluation.plots import (
     COLOURS,
     FEWEST_ROUNDS,
     GREY,
@@ -44,6 +40,10 @@ from outrider.utils.plots import (
     short_name,
     small_multiples,
 )
+from outrider.evaluation.results import Results, TaskResult
+from outrider.evaluation.verdict import Speedup
+from outrider.training.logging import read_metrics
+from outrider.utils.files import invalid_fields
 from outrider.utils.terminal import markdown_table, terminal_table
 
 _DATA = {"anchors", "samples", "response_tokens", "samples_sha256"}

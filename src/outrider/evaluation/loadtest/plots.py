@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 
 from outrider.backends.local import NO_SPECULATION, drafter_of, is_adaptive
 from outrider.evaluation.loadtest.metrics import INTERVAL, Frontier, PointSummary
-from outrider.utils.plots import (
+from outrider.evaluation.plots import (
     COLOURS,
     GREY,
     MOST_SERIES,

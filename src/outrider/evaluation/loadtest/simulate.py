@@ -525,7 +525,7 @@ class Cluster:
 _SAME = ("arrivals", "max_new_tokens", "requests", "seed", "token_budget", "traffic")
 
 
-class Comparison(BaseModel):
+class PointError(BaseModel):
     """Aggregate tokens per second of one point, simulated and measured; errors in per cent.
 
     `ratio_error` is that of the ratio to plain decoding at the same level, which says whether choices between variants
@@ -601,20 +601,20 @@ def check_comparable(simulated: Mapping[str, Any], measured: Mapping[str, Any]) 
         )
 
 
-def load_validation(path: Path) -> list[Comparison]:
+def load_validation(path: Path) -> list[PointError]:
     """Read the validation.json that `outrider simulate --validate` wrote.
 
     Raises:
         ValueError: something else.
     """
     try:
-        return TypeAdapter(list[Comparison]).validate_python(read_mapping(path).get("points"))
+        return TypeAdapter(list[PointError]).validate_python(read_mapping(path).get("points"))
     except ValidationError as error:
         reason = invalid_fields(error, "points")[0]
         raise ValueError(f"{path} is no validation.json of outrider simulate ({reason}).") from error
 
 
-def errors_of(compared: Sequence[Comparison]) -> list[str]:
+def errors_of(compared: Sequence[PointError]) -> list[str]:
     """The worst error, and how many ratios to plain decoding are right within 10 %, as lines."""
     worst = max(compared, key=lambda one: abs(one.error))
     lines = [f"worst: {worst.variant} at {worst.level:g}, {worst.error:+.1f} %"]
@@ -625,7 +625,7 @@ def errors_of(compared: Sequence[Comparison]) -> list[str]:
     return lines
 
 
-def validation_rows(compared: Sequence[Comparison]) -> list[list[str]]:
+def validation_rows(compared: Sequence[PointError]) -> list[list[str]]:
     """Headings, then a row per point."""
     found = [["variant", "level", "measured", "simulated", "error", "of ratio to none"]]
     for one in compared:
@@ -635,7 +635,7 @@ def validation_rows(compared: Sequence[Comparison]) -> list[list[str]]:
     return found
 
 
-def compare(predicted: Sequence[PointSummary], measured: Sequence[PointSummary]) -> list[Comparison]:
+def compare(predicted: Sequence[PointSummary], measured: Sequence[PointSummary]) -> list[PointError]:
     """Simulated and measured throughput at the points both have, in the simulation's order; medians over repeats.
 
     Raises:
@@ -653,7 +653,7 @@ def compare(predicted: Sequence[PointSummary], measured: Sequence[PointSummary])
         plain = ratios.get((NO_SPECULATION, point.level))
         if ratio is not None:
             found.append(
-                Comparison(
+                PointError(
                     variant=point.variant,
                     level=point.level,
                     measured=real[point.variant, point.level],

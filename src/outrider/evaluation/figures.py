@@ -1,10 +1,11 @@
-"""Report an evaluation (results.json, table, plots); plot a calibration (reliability, sweep) and a profile."""
+"""Tables and pictures of one measurement: an evaluation, a calibration, a profile, a training."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 from rich.box import SIMPLE_HEAD
@@ -14,10 +15,7 @@ from outrider.decoding.cost import Profile
 from outrider.decoding.profile import break_even
 from outrider.evaluation.calibration.fit import Calibration, SweepPoint
 from outrider.evaluation.model_card import verified
-from outrider.evaluation.results import Results, TaskResult
-from outrider.evaluation.verdict import Speedup
-from outrider.utils.files import write_atomically
-from outrider.utils.plots import (
+from outrider.evaluation.plots import (
     COLOURS,
     FEWEST_ROUNDS,
     GREY,
@@ -31,6 +29,10 @@ from outrider.utils.plots import (
     short_name,
     small_multiples,
 )
+from outrider.evaluation.results import Results, TaskResult
+from outrider.evaluation.verdict import Speedup
+from outrider.training.logging import Groups, read_metrics
+from outrider.utils.files import write_atomically
 from outrider.utils.terminal import terminal_table
 
 _MOST_LABELS = 9  # of the bars of a narrow panel
@@ -207,6 +209,78 @@ def plot_profile(profile: Profile, context: int, path: Path, rows: int) -> None:
     setting = profile.setting
     facts = (setting.target, setting.drafter or "no drafter", setting.processor, profile.date)
     save_figure(figure, path, f"Cost of a step after {context} tokens per request", *facts)
+
+
+def plot_training(metrics: Path, picture: Path, facts: Sequence[str] = (), best_step: int | None = None) -> None:
+    """Draw a metrics.jsonl by step: loss, tokens per round, acceptance by position, learning rate.
+
+    Held-out expected accepted length and the tau of real decoding share a panel: both are tokens per round, and they
+    agree up to the noise of a few prompts.
+
+    Args:
+        metrics: the metrics.jsonl.
+        picture: the file that is written.
+        facts: target, drafter and date, for the title.
+        best_step: of the best drafter, marked by a dotted line.
+    """
+    groups = read_metrics(metrics)
+    figure, axes = plt.subplots(2, 2, figsize=(13, 7), sharex=True, layout="constrained")
+    loss, length, acceptance, rate = axes.flat
+    black = "#000000"
+    panels = {
+        loss: [("train", "loss", "training", GREY), ("held_out", "loss", "held out", COLOURS[0])],
+        length: [
+            ("held_out", "expected_length_greedy", "expected, T = 0", COLOURS[0]),
+            ("held_out", "expected_length_sampled", "expected, T = 1", COLOURS[2]),
+            ("decode", "tau", "decoded", COLOURS[1]),
+            ("decode", "break_even", "break-even", black),
+        ],
+        acceptance: _positions(groups),
+        rate: [("train", "learning_rate", "", COLOURS[0])],
+    }
+    titles = (
+        "Loss",
+        "Tokens per round (\u03c4); drafting pays above break-even",
+        "Held-out P(accept k | 1..k-1 accepted)",
+    )
+    if best_step is not None:
+        length.axvline(best_step, color="black", linestyle=":", linewidth=1)
+    for panel, title in zip(axes.flat, (*titles, "Learning rate"), strict=True):
+        drawn = [_draw(panel, groups, group, name=name, label=label, color=color)
+                 for group, name, label, color in panels[panel]]  # fmt: skip
+        panel.set_title(title, fontsize=10)
+        panel.grid(alpha=0.3)
+        if panel is acceptance:
+            panel.set_ylim(0, 1)
+        label_ends(panel, [end for end in drawn if end is not None and end.text])
+    acceptance.set_xlabel("step")
+    rate.set_xlabel("step")
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    best = None if best_step is None else f"dotted: best drafter, step {best_step}"
+    save_figure(figure, picture, "Training", *facts, best)
+
+
+def _positions(groups: Groups) -> list[tuple[str, str, str, str]]:
+    """(group, name, label, colour) of at most eight draft positions, the first ones and the last."""
+    names = [n for n in groups.get("held_out", [{}])[-1] if n.startswith("conditional_acceptance_")]
+    numbers = range(1, len(names) + 1)
+    shown = [k for k in numbers if len(names) <= MOST_SERIES or k in (1, 2, 3, 4, 6, 8, 12) or k == len(names)]
+    return [("held_out", names[k - 1], f"k = {k}", shade(i, len(shown))) for i, k in enumerate(shown[-MOST_SERIES:])]
+
+
+def _draw(panel: Any, groups: Groups, group: str, name: str, label: str, *, color: str) -> LineEnd | None:
+    """Draw one figure by step and give the line's end; None where there is nothing to draw."""
+    entries = [e for e in groups.get(group, []) if name in e]
+    if name.startswith("conditional_acceptance_"):
+        rounds = name.replace("conditional_acceptance_", "reached_")
+        entries = [e for e in entries if e.get(rounds, FEWEST_ROUNDS) >= FEWEST_ROUNDS]
+    if not entries:
+        return None
+    few, dashed = color == GREY or not label, name == "break_even"
+    steps, heights = [e["step"] for e in entries], [e[name] for e in entries]
+    style = {"linestyle": "--" if dashed else "-", "marker": "" if few or dashed else "o", "markersize": 4}
+    panel.plot(steps, heights, color=color, linewidth=1 if few else 1.6, **style)
+    return LineEnd(steps[-1], heights[-1], text=label, color=color)
 
 
 def write_report(results: Results, out: Path) -> list[Path]:
