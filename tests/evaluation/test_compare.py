@@ -42,7 +42,6 @@ from outrider.evaluation.draft_cost import (
     measure_costs,
     sample_text,
 )
-from outrider.evaluation.model_card import verified
 from outrider.evaluation.results import Results
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import load_target
@@ -248,10 +247,11 @@ def test_one_label_is_one_drafter() -> None:
 )
 def test_what_was_verified_is_said_where_it_is_not_the_whole_block(options: dict[str, Any], said: str) -> None:
     settings = results("b").settings | {"draft_length": None, "confidence_threshold": None, "tree": None} | options
-    told = compare([loaded(results("a")), loaded(results("b", settings=settings))])
+    other = results("b", settings=settings)
+    told = compare([loaded(results("a")), loaded(other)])
     lines = [line for line in notes(told) if line.startswith("Verified")]
     assert lines == ([f"Verified where not the whole block: b {said}."] if options else [])
-    assert verified(settings) == said and all(line in markdown(told) for line in lines)
+    assert other.verified == said and all(line in markdown(told) for line in lines)
 
 
 def test_trees_of_two_sizes_are_two_drafters() -> None:

@@ -379,8 +379,7 @@ def bench_drafters(
 ) -> None:
     """Time drafts by their length, drafters taking turns."""
     from outrider.drafters.draft import TreeSize
-    from outrider.evaluation.comparison import plot_draft_cost
-    from outrider.evaluation.draft_cost import cost_table, measure_costs
+    from outrider.evaluation.draft_cost import cost_table, measure_costs, plot_draft_cost
 
     check_outputs(files=[out])
     named = name_drafters(drafters)

@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from rich.box import SIMPLE_HEAD
@@ -26,21 +24,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from outrider.checkpoints.describe import DrafterInfo
-from outrider.evaluation.draft_cost import DraftCosts, cost_markdown
-from outrider.evaluation.model_card import WHOLE, listed, verified
+from outrider.evaluation.draft_cost import DraftCosts, cost_markdown, plot_draft_cost
 from outrider.evaluation.plots import (
     COLOURS,
     FEWEST_ROUNDS,
     GREY,
     MOST_SERIES,
     LineEnd,
+    draw_band,
     label_ends,
     label_point,
     save_figure,
     short_name,
     small_multiples,
 )
-from outrider.evaluation.results import Results, TaskResult
+from outrider.evaluation.results import WHOLE, Results, TaskResult, listed
 from outrider.evaluation.verdict import Speedup
 from outrider.training.logging import read_metrics
 from outrider.utils.files import invalid_fields
@@ -302,7 +300,7 @@ def _group(label: str, loaded: Sequence[LabelledResults], tasks: Sequence[str]) 
         rows = [entry.figures[i] for entry in entries]
         spreads[task] = {name: _spread([getattr(row, name) for row in rows]) for name in FIGURES}
     first = mine[0].results
-    return Group(label=label, lossy=first.lossy, verified=verified(first.settings), entries=entries, spreads=spreads)
+    return Group(label=label, lossy=first.lossy, verified=first.verified, entries=entries, spreads=spreads)
 
 
 def _curve(one: LabelledResults) -> list[tuple[int, float]]:
@@ -545,37 +543,42 @@ def plot_questions(comparison: Comparison, path: Path) -> None:
     save_figure(figure, path, "Accepted length by question", *_facts(comparison, len(comparison.groups)))
 
 
-def _curves(comparison: Comparison) -> dict[str, tuple[list[int], list[list[float]]]]:
-    """Of each label that a question names the training steps at which all its seeds were measured, and their held-out
-    expected lengths at each; labels without such a step are left out."""
+def _curves(comparison: Comparison, labels: Sequence[str]) -> dict[str, tuple[list[int], list[list[float]]]]:
+    """{label: (steps, held-out expected lengths of all its seeds at each step)}.
+
+    Steps that not all seeds of a label have are left out, and labels without a step.
+    """
     found = {}
     for group in comparison.groups:
         curves = [dict(entry.curve) for entry in group.entries]
         steps = sorted(set.intersection(*map(set, curves)))
-        if steps and group.label in chain.from_iterable(comparison.questions.values()):
+        if steps and group.label in labels:
             found[group.label] = steps, [[curve[step] for curve in curves] for step in steps]
     return found
 
 
-def plot_convergence(comparison: Comparison, path: Path) -> None:
+def plot_convergence(comparison: Comparison, path: Path) -> bool:
     """Plot held-out expected length by training step: a panel per question, a line per label, its seeds as a band.
 
-    Steps that not all seeds of a label have are left out. Figure 5 of DFlash (arXiv 2602.06036) is such a panel.
+    Figure 5 of DFlash (arXiv 2602.06036) is such a panel.
+
+    Returns:
+        False, and nothing is written, if no label of a question has a curve.
     """
-    known = _curves(comparison)
-    asked = {question: [label for label in labels if label in known] for question, labels in
-             comparison.questions.items()}  # fmt: skip
-    asked = {question: labels[:MOST_SERIES] for question, labels in asked.items() if labels}
-    figure, panels = small_multiples(len(asked), 3, panel=(4.4, 2.8))
-    ends: list[list[LineEnd]] = [[] for _ in panels]
-    for axes, (question, labels), mine in zip(panels, asked.items(), ends, strict=True):
-        for number, label in enumerate(labels):
-            steps, heights = known[label]
+    known = {question: _curves(comparison, labels) for question, labels in comparison.questions.items()}
+    known = {question: curves for question, curves in known.items() if curves}
+    if not known:
+        return False
+    figure, panels = small_multiples(len(known), 3, panel=(4.4, 2.8))
+    ends: list[list[LineEnd]] = []
+    for axes, (question, curves) in zip(panels, known.items(), strict=True):
+        drawn = [label for label in comparison.questions[question] if label in curves][:MOST_SERIES]
+        ends.append([])
+        for label, color in zip(drawn, COLOURS, strict=False):
+            steps, heights = curves[label]
+            band = [min(found) for found in heights], [max(found) for found in heights]
             means = [sum(found) / len(found) for found in heights]
-            axes.plot(steps, means, "o-", color=COLOURS[number], markersize=3)
-            low, high = [min(found) for found in heights], [max(found) for found in heights]
-            axes.fill_between(steps, low, high, color=COLOURS[number], alpha=0.15, linewidth=0)
-            mine.append(LineEnd(steps[-1], means[-1], text=label, color=COLOURS[number]))
+            ends[-1].append(draw_band(axes, steps, means, band, color=color, text=label))
         axes.set_title(question, fontsize=10)
         axes.grid(alpha=0.3)
     for axes, mine in zip(panels, ends, strict=True):  # when the limits, which all panels share, are set
@@ -583,48 +586,7 @@ def plot_convergence(comparison: Comparison, path: Path) -> None:
     figure.supxlabel("training step", fontsize=9)
     figure.supylabel("expected tokens per round, held out", fontsize=9)
     save_figure(figure, path, "Convergence; bands: lowest to highest seed", *_facts(comparison, len(comparison.groups)))
-
-
-def plot_draft_cost(costs: DraftCosts, path: Path, first: Sequence[str] = ()) -> None:
-    """Plot milliseconds per round against the length of the draft: medians, with the quartiles as a band.
-
-    Beyond eight drafters each has a panel, in which the others are grey.
-
-    `first`: labels in the order of their importance.
-    """
-    known = {drafter.info.label: drafter.points for drafter in costs.drafters}
-    shown = [*(label for label in first if label in known), *(label for label in known if label not in first)]
-    if len(shown) > MOST_SERIES:
-        figure, panels = small_multiples(len(shown), 6, panel=(2.0, 1.7))
-        drawn = [(axes, [label]) for axes, label in zip(panels, shown, strict=True)]
-    else:
-        figure, axes = plt.subplots(figsize=(8.4, 4.6), layout="constrained")
-        drawn = [(axes, shown)]
-    for axes, labels in drawn:
-        ends = []
-        for label in shown if len(drawn) > 1 else ():
-            middle = [1e3 * point.whole[1] for point in known[label]]
-            axes.plot([point.gamma for point in known[label]], middle, color=GREY, linewidth=0.7, alpha=0.6)
-        for number, label in reversed(list(enumerate(labels))):  # the first one in front
-            gammas = [point.gamma for point in known[label]]
-            low, middle, high = ([1e3 * point.whole[i] for point in known[label]] for i in range(3))
-            axes.plot(gammas, middle, "o-", color=COLOURS[number], markersize=3 if len(drawn) > 1 else 4)
-            axes.fill_between(gammas, low, high, color=COLOURS[number], alpha=0.15, linewidth=0)
-            ends.append(LineEnd(gammas[-1], middle[-1], text=label, color=COLOURS[number]))
-        axes.grid(alpha=0.3)
-        if len(drawn) > 1:
-            longest, cost = ends[0].x, ends[0].y
-            axes.set_title(f"{ends[0].text}: {cost:.1f} ms for {longest:g}", fontsize=8)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        else:
-            axes.set_xticks(range(1, max(drafter.info.gamma for drafter in costs.drafters) + 1))
-            axes.set_ylim(0, None)
-            label_ends(axes, ends)
-    drawn[0][0].set_ylim(0, None)  # of all panels, which share it
-    figure.supxlabel("draft tokens in a row (of a tree: its depth)", fontsize=9)
-    figure.supylabel("milliseconds per round", fontsize=9)
-    facts = (short_name(costs.target), costs.machine.get("cpu"), costs.date)
-    save_figure(figure, path, f"Cost of drafting after {costs.context} tokens", *facts)
+    return True
 
 
 # ----------------------------------------------------------------------------
@@ -772,9 +734,8 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     if comparison.questions:
         paths.append(out / "questions.png")
         plot_questions(comparison, paths[-1])
-    if _curves(comparison):
+    if plot_convergence(comparison, out / "convergence.png"):
         paths.append(out / "convergence.png")
-        plot_convergence(comparison, paths[-1])
     if comparison.draft_cost is not None:
         paths.append(out / "draft_cost.png")
         plot_draft_cost(comparison.draft_cost, paths[-1], [group.label for group in ranked(comparison)])

@@ -18,7 +18,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
+from matplotlib.ticker import MaxNLocator
 from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -28,6 +30,16 @@ from outrider.data.conversations import messages_of
 from outrider.data.sources import load_prompts, shipped_sets
 from outrider.decoding.profile import READ
 from outrider.drafters.base import DraftCall, Drafter
+from outrider.evaluation.plots import (
+    COLOURS,
+    GREY,
+    MOST_SERIES,
+    draw_band,
+    label_ends,
+    save_figure,
+    short_name,
+    small_multiples,
+)
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.utils.measure import Clock, Quartiles, machine, quartiles, today
@@ -244,3 +256,44 @@ def cost_markdown(costs: DraftCosts) -> list[str]:
     """The table as lines of Markdown."""
     headings, *rows = cost_cells(costs)
     return [f"{cost_title(costs)}.", "", *markdown_table(headings, rows, text=("drafter",))]
+
+
+def plot_draft_cost(costs: DraftCosts, path: Path, first: Sequence[str] = ()) -> None:
+    """Plot milliseconds per round by draft length: medians, with the quartiles as a band (Figure 3 of DFlash).
+
+    More than eight drafters have a panel each, in which the others are grey.
+
+    Args:
+        first: labels in the order of their importance.
+    """
+    known = {drafter.info.label: drafter.points for drafter in costs.drafters}
+    shown = [*(label for label in first if label in known), *(label for label in known if label not in first)]
+    alone = len(shown) > MOST_SERIES
+    if alone:
+        figure, panels = small_multiples(len(shown), 6, panel=(2.0, 1.7))
+        drawn = [(axes, [label]) for axes, label in zip(panels, shown, strict=True)]
+    else:
+        figure, axes = plt.subplots(figsize=(8.4, 4.6), layout="constrained")
+        drawn = [(axes, shown)]
+    for axes, labels in drawn:
+        for points in known.values() if alone else ():
+            axes.plot([p.gamma for p in points], [1e3 * p.whole[1] for p in points], color=GREY, lw=0.7, alpha=0.6)
+        ends = []
+        for label, color in reversed(list(zip(labels, COLOURS, strict=False))):  # the first one in front
+            gammas = [point.gamma for point in known[label]]
+            low, middle, high = ([1e3 * point.whole[i] for point in known[label]] for i in range(3))
+            size = 3 if alone else 4
+            ends.append(draw_band(axes, gammas, middle, (low, high), color=color, text=label, markersize=size))
+        axes.grid(alpha=0.3)
+        if alone:
+            axes.set_title(f"{ends[0].text}: {ends[0].y:.1f} ms for {ends[0].x:g}", fontsize=8)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        else:
+            axes.set_xticks(range(1, max(drafter.info.gamma for drafter in costs.drafters) + 1))
+            axes.set_ylim(0, None)
+            label_ends(axes, ends)
+    drawn[0][0].set_ylim(0, None)  # of all panels, which share it
+    figure.supxlabel("draft tokens in a row (of a tree: its depth)", fontsize=9)
+    figure.supylabel("milliseconds per round", fontsize=9)
+    facts = (short_name(costs.target), costs.machine.get("cpu"), costs.date)
+    save_figure(figure, path, f"Cost of drafting after {costs.context} tokens", *facts)

@@ -14,13 +14,13 @@ from rich.table import Table
 from outrider.decoding.cost import Profile
 from outrider.decoding.profile import break_even
 from outrider.evaluation.calibration.fit import Calibration, SweepPoint
-from outrider.evaluation.model_card import verified
 from outrider.evaluation.plots import (
     COLOURS,
     FEWEST_ROUNDS,
     GREY,
     MOST_SERIES,
     LineEnd,
+    draw_band,
     label_ends,
     plain_ticks,
     powers_of_two,
@@ -173,14 +173,11 @@ def plot_profile(profile: Profile, context: int, path: Path, rows: int) -> None:
     for number, requests in enumerate(counts):
         cells = [c for c in profile.cells if (c.requests, c.context) == (requests, context)]
         tokens, color = [c.tokens for c in cells], shade(number, len(counts))
-        left.plot(tokens, [1e3 * c.median for c in cells], marker=".", color=color)
-        low, high = [1e3 * c.low for c in cells], [1e3 * c.high for c in cells]
-        left.fill_between(tokens, low, high, alpha=0.2, color=color, linewidth=0)
+        medians, name = [1e3 * c.median for c in cells], f"{requests} request{'s' * (requests > 1)}"
+        band = [1e3 * c.low for c in cells], [1e3 * c.high for c in cells]
+        ends.append(draw_band(left, tokens, medians, band, color=color, text=name, marker=".", markersize=6))
         fixed = fit.bias + fit.alpha * requests + fit.sigma * requests * context
         left.plot(tokens, [1e3 * (fixed + fit.theta * b) for b in tokens], "--", lw=0.8, color=color)
-        ends.append(
-            LineEnd(tokens[-1], 1e3 * cells[-1].median, text=f"{requests} request{'s' * (requests > 1)}", color=color)
-        )
     left.set(xlabel="tokens of a forward", ylabel="ms", xscale="log", yscale="log")
     left.set_title("Target forward (dashed: additive form)", fontsize=10)
     powers_of_two(left, max(c.tokens for c in profile.cells))
@@ -308,7 +305,7 @@ HEADINGS = ("task", "tokens", "tau", "tok/s", "plain", "speedup", "quartiles", "
 
 def table(results: Results) -> Table:
     """The table for the terminal, one row per task."""
-    drafts = f"drafts verified: {verified(results.settings)}"
+    drafts = f"drafts verified: {results.verified}"
     title = " - ".join(filter(None, ("Speculative against plain decoding, same run", drafts, results.lossy)))
     found = [[f"[red]{cell}[/red]" if cell.endswith("differ") else cell for cell in row] for row in rows(results)]
     return terminal_table(HEADINGS, found, text=("task",), title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -43,7 +43,7 @@ from outrider.evaluation import comparison as compared
 from outrider.evaluation import figures as evaluated
 from outrider.evaluation.calibration.fit import Calibration, SweepPoint
 from outrider.evaluation.comparison import Comparison, figures_of, load_comparison
-from outrider.evaluation.draft_cost import DraftCosts, cost_cells, cost_title, load_costs
+from outrider.evaluation.draft_cost import DraftCosts, cost_cells, cost_title, load_costs, plot_draft_cost
 from outrider.evaluation.loadtest import plots as loads
 from outrider.evaluation.loadtest.metrics import Frontier, speedups, table_rows
 from outrider.evaluation.loadtest.simulate import PointError, errors_of, load_validation, validation_rows
@@ -343,7 +343,7 @@ def _costs_section(content: DraftCosts) -> PageSection:
 
 def _draft_cost(costs: DraftCosts, first: Sequence[str]) -> Picture:
     return drawn(
-        partial(compared.plot_draft_cost, costs, first=first),
+        partial(plot_draft_cost, costs, first=first),
         "Milliseconds of a round's draft by its length",
         "as Figure 3 of DFlash, arXiv 2602.06036",
     )

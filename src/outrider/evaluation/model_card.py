@@ -5,7 +5,6 @@ Every statement comes from what was recorded or given; what was not recorded is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,9 +16,8 @@ from pydantic import ValidationError
 
 from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION, Checkpoint
 from outrider.data.sources import shipped_sets, task_names
-from outrider.decoding.policies import FixedPolicy
 from outrider.evaluation.calibration.fit import Calibration
-from outrider.evaluation.results import Results, TaskResult
+from outrider.evaluation.results import Results, TaskResult, listed
 from outrider.sampling import SamplingParams
 from outrider.target.hub import canonical_id
 from outrider.training.setup import trainings
@@ -102,9 +100,6 @@ def _measured(found: Calibration) -> str:
 # ----------------------------------------------------------------------------
 
 
-WHOLE = "whole block"
-
-
 def measured(many: Sequence[Results]) -> str:
     """The section of measured figures, with temperature, machine, versions and commands."""
     text = ("task", "verified", "same tokens")
@@ -136,25 +131,10 @@ def _row(task: TaskResult, results: Results) -> list[str]:
     settings, (low, _, high) = results.settings, task.speedup_quartiles
     same = {None: "sampled", True: "yes", False: "no"}[task.greedy_identical]
     same = f"{same}; {results.lossy}" if results.lossy else same
-    cells = [task.task, str(settings["temperature"]), verified(settings), str(task.turns), f"{task.tokens:,}"]
+    cells = [task.task, str(settings["temperature"]), results.verified, str(task.turns), f"{task.tokens:,}"]
     cells += [f"{task.accepted_length:.2f}", f"{task.baseline_tokens_per_second:.1f}", f"{task.tokens_per_second:.1f}"]
     cells += [f"{task.speedup:.2f}x ({low:.2f}-{high:.2f})", same]
     return cells
-
-
-def verified(settings: Mapping[str, Any]) -> str:
-    """The part of each draft that was verified, in words, by the settings of an evaluation."""
-    threshold, length, tree = (settings.get(name) for name in ("confidence_threshold", "draft_length", "tree"))
-    if settings.get("step_costs"):
-        return f"by cost ({settings['policy']})"
-    whole = length is None or length >= settings.get("slots", math.inf)
-    if threshold is not None:
-        return f"while c >= {threshold}"
-    if tree is not None:
-        return f"tree of {tree}" if whole else f"{length} nodes of a tree of {tree}"
-    if not whole:
-        return f"{length} drafts"
-    return WHOLE if length is not None or settings["policy"] == repr(FixedPolicy()) else str(settings["policy"])
 
 
 def eval_command(results: Results) -> str:
@@ -185,11 +165,6 @@ def target_name(metadata: Mapping[str, Any]) -> str:
     """The target's id, or the name alone of a local directory."""
     target = str(metadata["target"])
     return Path(target).expanduser().name if Path(target).expanduser().is_absolute() else target
-
-
-def listed(fields: Mapping[str, Any]) -> str:
-    """`name value, name value`, without None values."""
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items() if value is not None)
 
 
 _NEEDED = ("target", "recipe", "step", "samples", "response_tokens")
@@ -373,7 +348,7 @@ def _limits(checkpoint: Checkpoint, many: Sequence[Results]) -> str:
         longest = data["max_prompt_tokens"] + data["max_new_tokens"]
         lines.append(f"* Trained on contexts of at most {longest} tokens a turn; longer ones are untested.")
     slower = [
-        f"{t.task} (temperature {r.settings['temperature']:g}, {verified(r.settings)})"
+        f"{t.task} (temperature {r.settings['temperature']:g}, {r.verified})"
         for r in many
         for t in r.tasks
         if t.speedup < 1

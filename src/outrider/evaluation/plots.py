@@ -35,6 +35,16 @@ class LineEnd(NamedTuple):
     color: str
 
 
+def draw_band(
+    axes: Axes, x: Sequence[float], y: Sequence[float], band: tuple[Sequence[float], Sequence[float]], *, color: str,
+    text: str, marker: str = "o", markersize: float = 3,
+) -> LineEnd:  # fmt: skip
+    """Draw a line with a shaded band from the lower to the upper values of `band`; returns its end."""
+    axes.plot(x, y, color=color, marker=marker, markersize=markersize)
+    axes.fill_between(x, *band, color=color, alpha=0.15, linewidth=0)
+    return LineEnd(x[-1], y[-1], text=text, color=color)
+
+
 def save_figure(figure: Figure, path: Path, title: str, *facts: str | None) -> None:
     """Write a figure as its suffix says (.png, .svg) and close it.
 

@@ -8,16 +8,20 @@ speedup                  plain seconds / speculative seconds over the same token
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from outrider.checkpoints.describe import DrafterInfo
+from outrider.decoding.policies import FixedPolicy
 from outrider.decoding.verification import lossy_note
 from outrider.utils.files import invalid_fields
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+WHOLE = "whole block"  # `Results.verified` of drafts that are verified to their end
 
 
 class TaskResult(BaseModel):
@@ -83,6 +87,22 @@ class Results(BaseModel):
         """The lossy acceptance rule, to be named wherever the figures are shown; "" where output is the target's."""
         return lossy_note(self.settings.get("lossy"))
 
+    @property
+    def verified(self) -> str:
+        """The part of each draft that was verified, in words."""
+        settings = self.settings
+        threshold, length, tree = (settings.get(name) for name in ("confidence_threshold", "draft_length", "tree"))
+        if settings.get("step_costs"):
+            return f"by cost ({settings['policy']})"
+        whole = length is None or length >= settings.get("slots", math.inf)
+        if threshold is not None:
+            return f"while c >= {threshold}"
+        if tree is not None:
+            return f"tree of {tree}" if whole else f"{length} nodes of a tree of {tree}"
+        if not whole:
+            return f"{length} drafts"
+        return WHOLE if length is not None or settings["policy"] == repr(FixedPolicy()) else str(settings["policy"])
+
     @staticmethod
     def load(path: Path) -> Results:
         """Read a results.json.
@@ -99,3 +119,8 @@ class Results(BaseModel):
             raise ValueError(
                 f"{path} is not a results.json that this version reads: {reason}. Evaluate again with outrider eval."
             ) from error
+
+
+def listed(fields: Mapping[str, Any]) -> str:
+    """`name value, name value`, without None values."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items() if value is not None)
