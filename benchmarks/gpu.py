@@ -45,10 +45,10 @@ from outrider.drafters.base import UNCALIBRATED, DrafterWeights
 from outrider.target.model import Target
 from outrider.training.features import Features, logit_summary
 from outrider.training.objective import BlockObjective
+from outrider.training.parallel import Ranks
 from outrider.training.recipe import Recipe, load_recipe
 from outrider.training.setup import Run, new_drafter, training_precision
 from outrider.training.trainer import Trainer
-from outrider.utils.distributed import Ranks
 from outrider.utils.measure import machine, quartiles, set_up, to_host, usable_device, versions
 
 USERS = (1, 8, 32)

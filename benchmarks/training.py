@@ -37,11 +37,11 @@ from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.dataset import existing_responses, responses_path
 from outrider.training.features import FeatureSource
+from outrider.training.machine import training_dtype
 from outrider.training.objective import BlockObjective
 from outrider.training.recipe import Precision, Recipe, load_recipe
 from outrider.training.setup import fresh, new_drafter
 from outrider.training.trainer import build_optimizer
-from outrider.utils.machine import training_dtype
 from outrider.utils.measure import machine, quartiles, set_up, usable_device, versions
 
 _WARM_UP = 1

@@ -29,11 +29,10 @@ from outrider.drafters.loss import ObjectiveConfig
 from outrider.target.model import Target
 from outrider.training.features import Features, FeatureSource
 from outrider.training.objective import BlockObjective
-from outrider.training.parallel import LockStep, shard_layers
+from outrider.training.parallel import ALONE, LockStep, Ranks, join, shard_layers
 from outrider.training.setup import Run
 from outrider.training.trainer import Trainer
 from outrider.training.watch import Look, Watch
-from outrider.utils.distributed import ALONE, Ranks, join
 from tests.toys.targets import TOY_CONFIGS, randomise, toy_config, toy_samples, toy_target, with_mask_token
 from tests.toys.training import make_run, recipe
 

@@ -25,7 +25,7 @@ from outrider.evaluation.loadtest.load import mixed_prompts
 from outrider.evaluation.loadtest.metrics import Journal, Sla
 from outrider.evaluation.loadtest.sweep import Sweep, Workload, run_workload
 from outrider.target.model import load_target
-from outrider.utils.distributed import Ranks, join
+from outrider.training.parallel import Ranks, join
 from tests.toys.tokenizer import byte_tokenizer
 
 NEW = 6  # tokens of a response

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.utils import machine
+from outrider.training import machine
 from outrider.utils.measure import set_up, usable_device
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_a_damaged_or_unwritable_cache_is_no_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_processor_without_bfloat16_products_trains_in_float32(cache: Path) -> None:
-    code = "import torch; from outrider.utils.machine import *; print(*training_dtype(torch.device('cpu')))"
+    code = "import torch; from outrider.training.machine import *; print(*training_dtype(torch.device('cpu')))"
     said = output_of(code, ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", OUTRIDER_CACHE=str(cache))
     assert said.startswith("torch.float32 bfloat16 products take "), said
 
@@ -142,7 +142,7 @@ def test_features_take_a_quarter_of_the_free_memory(monkeypatch: pytest.MonkeyPa
 def test_memory_that_is_free_between_what_is_kept_is_given_back() -> None:
     code = """
 import torch
-from outrider.utils.machine import release_free_memory
+from outrider.training.machine import release_free_memory
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
 before = resident()

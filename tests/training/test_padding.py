@@ -21,11 +21,10 @@ from outrider.drafters.layers import Compilation, flex_block_attention, split_at
 from outrider.target.linear import padded_size
 from outrider.training.batches import BlockBatch, build_batch, idle_batch
 from outrider.training.objective import BlockObjective
-from outrider.training.parallel import ParallelStep, compiles
+from outrider.training.parallel import ParallelStep, compiles, join
 from outrider.training.recipe import Precision
 from outrider.training.trainer import Trainer
 from outrider.training.watch import held_out_batches, held_out_metrics
-from outrider.utils.distributed import join
 from tests.toys.targets import toy_target
 from tests.toys.training import SECTIONS, fresh_trainer
 

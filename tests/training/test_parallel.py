@@ -24,10 +24,9 @@ from outrider.target.model import Target, load_target
 from outrider.training.batches import Schedule, micro_batches, total_weight
 from outrider.training.features import FeatureSource
 from outrider.training.objective import BlockObjective
-from outrider.training.parallel import ParallelStep
+from outrider.training.parallel import ParallelStep, join
 from outrider.training.recipe import load_recipe
 from outrider.training.trainer import Trainer
-from outrider.utils.distributed import join
 from tests.toys.parallel_worker import (
     AUX_LAYERS,
     OPTIMIZER,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import outrider.cli.train as train
+from outrider.training import machine
 from outrider.training.trainer import Trainer
-from outrider.utils import machine
 from tests.toys.command_line import Run, check_error, in_process
 
 

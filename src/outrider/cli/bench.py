@@ -332,7 +332,7 @@ def bench_command(
     from outrider.evaluation.loadtest.metrics import Frontier, Journal, Sla
     from outrider.evaluation.loadtest.sweep import Sweep, Workload, check_levels, run_workload
     from outrider.target.hub import model_config, resolve_model
-    from outrider.utils.distributed import join
+    from outrider.training.parallel import join
 
     if backend not in kinds():
         raise ValueError(f"--backend {backend} is none of {', '.join(kinds())}.")

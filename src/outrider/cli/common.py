@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outrider.decoding.verification import TypicalAcceptance
     from outrider.drafters.draft import TreeSize
     from outrider.target.model import Target
-    from outrider.utils.distributed import Ranks
+    from outrider.training.parallel import Ranks
 
 
 def load(
@@ -55,8 +55,8 @@ def training_dtype(
     """
     import torch
 
-    from outrider.utils import machine
-    from outrider.utils.distributed import ALONE
+    from outrider.training import machine
+    from outrider.training.parallel import ALONE
 
     if precision != "auto":
         return getattr(torch, precision)  # type: ignore[no-any-return]

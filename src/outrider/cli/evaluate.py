@@ -91,7 +91,7 @@ def evaluate_command(
     from outrider.evaluation.evaluate import evaluate
     from outrider.evaluation.figures import speedups
     from outrider.sampling import SamplingParams
-    from outrider.utils.distributed import join
+    from outrider.training.parallel import join
 
     set_up(threads)
     asked, lossy = choose_policy(draft_length, confidence_threshold), choose_typical(typical)

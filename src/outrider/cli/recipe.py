@@ -196,9 +196,9 @@ def _estimated(plan: Plan, recipe: Path, console: Console) -> str:
     from outrider.cli.dry_run import spoken_size, spoken_time
     from outrider.target.hub import resolve_model
     from outrider.training.estimate import estimate
+    from outrider.training.machine import free_memory_bytes
     from outrider.training.recipe import load_recipe
     from outrider.utils.files import free_bytes, write_atomically
-    from outrider.utils.machine import free_memory_bytes
 
     later = f"outrider train {shlex.quote(str(recipe))} --dry-run"
     try:

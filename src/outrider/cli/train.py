@@ -22,9 +22,9 @@ from outrider.utils.terminal import Terminal
 if TYPE_CHECKING:
     from outrider.target.model import Target
     from outrider.training.feature_store import StorePlan
+    from outrider.training.parallel import Ranks
     from outrider.training.recipe import Recipe
     from outrider.training.setup import Run
-    from outrider.utils.distributed import Ranks
 
 
 def train(
@@ -43,12 +43,11 @@ def train(
     from outrider.training.estimate import estimate
     from outrider.training.feature_store import check_store_fits
     from outrider.training.logging import check_boards
-    from outrider.training.parallel import shard_layers
+    from outrider.training.parallel import join, shard_layers
     from outrider.training.recipe import load_recipe
     from outrider.training.setup import check_recipe
     from outrider.training.trainer import saved_run
     from outrider.training.watch import patience_spent
-    from outrider.utils.distributed import join
 
     chosen = load_recipe(recipe, overrides or [])
     check_outputs(Path(chosen.out))
@@ -128,8 +127,8 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
     """
     from outrider.evaluation.figures import plot_training
     from outrider.evaluation.plots import short_name
+    from outrider.training.parallel import Ranks
     from outrider.training.trainer import Trainer
-    from outrider.utils.distributed import Ranks
 
     ranks = ranks or Ranks(device=target.device)
     run = prepare_with_progress(recipe, target, console, ranks=ranks)
@@ -164,8 +163,8 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
 
 def prepare_with_progress(recipe: Recipe, target: Target, console: Console, ranks: Ranks | None = None) -> Run:
     """`prepare`, and how far it is."""
+    from outrider.training.parallel import ALONE
     from outrider.training.setup import prepare
-    from outrider.utils.distributed import ALONE
 
     with responding(console, recipe.data.max_minutes) as progress:
         return prepare(recipe, target, progress.update, ranks=ranks or ALONE, say=progress.say)

@@ -41,8 +41,7 @@ from outrider.drafters.layers import (
     rope_table,
     serving_mask,
 )
-from outrider.target.model import Target
-from outrider.utils.distributed import full_tensor
+from outrider.target.model import Target, full_tensor
 
 
 @dataclass(frozen=True, kw_only=True)

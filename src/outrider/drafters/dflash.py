@@ -63,8 +63,7 @@ from outrider.drafters.layers import (
 from outrider.drafters.trees import best_tree
 from outrider.target.kernels import LayerKernels, Norms
 from outrider.target.linear import Packable
-from outrider.target.model import Target
-from outrider.utils.distributed import full_tensor
+from outrider.target.model import Target, full_tensor
 from outrider.utils.measure import on_device
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as transformers names them

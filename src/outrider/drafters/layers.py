@@ -22,8 +22,7 @@ from outrider.drafters.config import AuxLayers, DrafterConfig, DraftVocabulary, 
 from outrider.target.attention import additive
 from outrider.target.fused import rotate, signed_sin
 from outrider.target.linear import Packable, padded_size
-from outrider.target.model import Target
-from outrider.utils.distributed import full_tensor
+from outrider.target.model import Target, full_tensor
 from outrider.utils.measure import on_device
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"

@@ -36,7 +36,7 @@ from outrider.drafters.base import Drafter, draft_slots
 from outrider.evaluation.results import Results, TaskResult
 from outrider.sampling import PositionNoise, SamplingParams, at_least_float32, warp
 from outrider.target.model import Target
-from outrider.utils.distributed import ALONE, Ranks
+from outrider.training.parallel import ALONE, Ranks
 from outrider.utils.measure import dtype_name, machine, quartiles, today
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -467,3 +468,8 @@ def load_target(
     place(model)
     model.to(device)
     return Target(model, load_tokenizer(path), name=str(id_or_dir))
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of one that may be sharded over ranks (then a collective)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

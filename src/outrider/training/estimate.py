@@ -32,12 +32,11 @@ from outrider.training.dataset import Dataset, known_samples, recipe_prompts, re
 from outrider.training.feature_store import recipe_plan
 from outrider.training.features import Features, compute_features
 from outrider.training.logging import peak_memory_gib
-from outrider.training.parallel import whole_drafter
+from outrider.training.machine import feature_cache_bytes
+from outrider.training.parallel import ALONE, Ranks, whole_drafter
 from outrider.training.recipe import Recipe
 from outrider.training.setup import assemble, begin, checkpoint_bytes
 from outrider.training.trainer import Trainer, saved_run
-from outrider.utils.distributed import ALONE, Ranks
-from outrider.utils.machine import feature_cache_bytes
 from outrider.utils.measure import Clock
 
 _ANSWERED, _TOKENS = 16, 64

@@ -46,11 +46,11 @@ from outrider.training.features import (
     logit_summary,
     measure_aux_scale,
 )
+from outrider.training.machine import feature_cache_bytes
 from outrider.training.recipe import Recipe
 from outrider.training.setup import CALIBRATION_SAMPLES
 from outrider.utils.documents import read_json, read_mapping
 from outrider.utils.files import check_space, file_sha256, unfinished_writes, write_atomically
-from outrider.utils.machine import feature_cache_bytes
 from outrider.utils.measure import dtype_name
 
 StoreDtype = Literal["bf16", "int8", "fp8"]

@@ -27,7 +27,7 @@ from torch import Tensor
 from outrider.data.responses import Sample
 from outrider.sampling import rows_at_once
 from outrider.target.model import Target
-from outrider.utils.machine import release_free_memory
+from outrider.training.machine import release_free_memory
 from outrider.utils.measure import on_device, pinned_bytes, to_host
 
 PACK_TOKENS = 2048  # of one packed prefill: matrix products are at full speed, and temporaries stay below 100 MB

@@ -172,7 +172,7 @@ class Recipe(Section):
     compile: bool | None = None
     """torch.compile the draft layers. null: on CUDA where they can be, uncompiled with a warning where that fails."""
     feature_cache_gb: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
-    """Features in memory, wherever they come from; auto: a quarter of the free memory (utils/machine.py)."""
+    """Features in memory, wherever they come from; auto: a quarter of the free memory (training/machine.py)."""
     features: FeaturesSection = FeaturesSection()
     """Whether the target's features are stored on disk."""
     data: DataSection

@@ -33,9 +33,8 @@ from outrider.target.model import Target, outline_target
 from outrider.training.dataset import Dataset, choose_draft_ids, recipe_samples
 from outrider.training.features import measure_aux_scale
 from outrider.training.objective import BlockObjective, inverse_ids
-from outrider.training.parallel import check_layers
+from outrider.training.parallel import ALONE, Ranks, check_layers
 from outrider.training.recipe import Precision, Recipe
-from outrider.utils.distributed import ALONE, Ranks
 from outrider.utils.files import check_space, weight_files
 
 CALIBRATION_SAMPLES = 16  # that aux layer scales and starting weights are measured on

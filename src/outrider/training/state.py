@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from outrider.utils.distributed import Ranks, full_tensor
+from outrider.target.model import full_tensor
+from outrider.training.parallel import Ranks
 from outrider.utils.documents import read_mapping
 from outrider.utils.files import (
     atomic_directory,

@@ -27,6 +27,7 @@ from torch import nn
 
 from outrider.checkpoints.checkpoint import Checkpoint, read_metadata, save_drafter
 from outrider.drafters.base import DrafterWeights
+from outrider.target.model import full_tensor
 from outrider.training.batches import (
     BlockBatch,
     Chosen,
@@ -40,14 +41,13 @@ from outrider.training.batches import (
 from outrider.training.feature_store import open_features, samples_digest
 from outrider.training.features import Features, FeatureSource, step_features
 from outrider.training.logging import Meters, MetricsLog, progress_bar, sparkline
-from outrider.training.parallel import LockStep, ParallelStep, whole_drafter
+from outrider.training.machine import feature_cache_bytes
+from outrider.training.parallel import LockStep, ParallelStep, Ranks, whole_drafter
 from outrider.training.recipe import OptimizerSection, Recipe
 from outrider.training.setup import Run, training_precision
 from outrider.training.state import StopSignal, check_settings, load_state, read_run, save_state
 from outrider.training.watch import Watch, held_out_batches, held_out_metrics
-from outrider.utils.distributed import Ranks, full_tensor
 from outrider.utils.locks import LOCK, sole_process
-from outrider.utils.machine import feature_cache_bytes
 from outrider.utils.measure import versions
 
 

@@ -22,7 +22,7 @@ from outrider.evaluation.loadtest.engines import SequentialBackend
 from outrider.evaluation.loadtest.load import Ask, Prompt, mixed_prompts
 from outrider.evaluation.loadtest.metrics import Frontier, Journal, RequestFigures
 from outrider.evaluation.loadtest.sweep import Share, Workload, responses, side_by_side
-from outrider.utils.distributed import ALONE, Ranks
+from outrider.training.parallel import ALONE, Ranks
 from tests.toys.dialects import FACTS, VD, changed, made
 from tests.toys.fake_engine import FakeEngine, executable, serving
 from tests.toys.processes import ROOT, processes, torchrun, wait_until_gone

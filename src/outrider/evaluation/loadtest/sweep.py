@@ -42,7 +42,7 @@ from outrider.evaluation.loadtest.load import (
     with_next_turn,
 )
 from outrider.evaluation.loadtest.metrics import Frontier, Journal, Point, PointSummary, RequestFigures, Sla, summarise
-from outrider.utils.distributed import ALONE, Ranks
+from outrider.training.parallel import ALONE, Ranks
 
 
 @dataclass(frozen=True)
