@@ -1,9 +1,9 @@
-"""Compare evaluations: results of several drafters of one target side by side, where their conditions are the same.
+"""Compares evaluations of several drafters of one target, if they were measured under the same conditions.
 
     LABEL=DIR  ->  DIR/results.json  ->  conditions: target, sampling, prompts, acceptance rule, machine, versions
 
-Figures compare only under the same conditions, so other ones are refused. What belongs to the drafter is reported
-instead: its training budget, and how much of its drafts is verified (`Group.verified`).
+Results of different conditions are refused. Training budgets, and the part of each draft that is verified
+(`Group.verified`), may differ and are reported.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DATA = {"anchors", "samples", "response_tokens", "samples_sha256"}
 
 @dataclass(frozen=True)
 class LabelledResults:
-    """The results in directory `path`, and the label they are compared under."""
+    """Results of directory `path`, and their label in the comparison."""
 
     label: str
     path: Path
@@ -62,7 +62,7 @@ class LabelledResults:
 
 
 def split_label(argument: str) -> tuple[str, str]:
-    """`NAME=WHERE` -> (NAME, WHERE), or ("", WHERE) without a name; the name of a directory may contain a `=`."""
+    """Split `NAME=PLACE` into (NAME, PLACE), and `PLACE` into ("", PLACE); directory names may contain a `=`."""
     name, found, where = argument.partition("=")
     return (name, where) if found and not Path(argument).is_dir() else ("", argument)
 
@@ -84,7 +84,7 @@ def load_results(argument: str) -> LabelledResults:
 
 
 def conditions_of(results: Results) -> dict[str, Any]:
-    """The conditions that results must share to be compared, as a flat mapping; the policy is not among them."""
+    """The conditions that compared results must share, as a flat mapping; the policy is not among them."""
     settings = results.settings
     found = {name: settings.get(name) for name in ("target", "device", "dtype", "thinking", "max_new_tokens")}
     found["concurrency"] = settings.get("concurrency", 1)
@@ -99,14 +99,14 @@ def conditions_of(results: Results) -> dict[str, Any]:
 
 
 def cost_differences(costs: DraftCosts, conditions: Mapping[str, Any]) -> list[str]:
-    """List where draft costs were measured with another target or machine than the results."""
+    """List the differences in target and machine between draft costs and results."""
     theirs = {"target": costs.target, **{f"machine {name}": value for name, value in costs.machine.items()}}
     ours = {name: conditions.get(name) for name in theirs}
     return differences(["results", "draft costs"], [ours, theirs])
 
 
 def budgets_of(loaded: Sequence[LabelledResults]) -> list[str]:
-    """List where training budgets differ. Anchors depend on the seed, so data are compared seed by seed."""
+    """List the differences in training budgets. Anchors depend on the seed, so data are compared seed by seed."""
     trained = [(one.label, one.drafter.training) for one in loaded]
     known = [(label, training) for label, training in trained if training is not None]
     found = differences([label for label, _ in known], [{"steps": training.steps} for _, training in known])
@@ -118,7 +118,7 @@ def budgets_of(loaded: Sequence[LabelledResults]) -> list[str]:
 
 
 def differences(labels: Sequence[str], found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`name: a (labels), b (labels)` for each name with more than one value; a missing value is no difference."""
+    """List each name that has several values, as `name: a (labels), b (labels)`; missing values do not count."""
     lines = []
     for name in dict.fromkeys(name for one in found for name in one):
         who: dict[str, list[str]] = {}
@@ -132,19 +132,18 @@ def differences(labels: Sequence[str], found: Sequence[Mapping[str, Any]]) -> li
 
 
 def _shortened(value: str) -> str:
-    """A value of at most 60 characters; longer ones keep both ends, because versions differ at the end."""
+    """Shorten a value to 60 characters, of both ends, because versions differ at the end."""
     return value if len(value) <= 60 else f"{value[:28]}...{value[-28:]}"
 
 
 # ----------------------------------------------------------------------------
-# Figures per task, grouped by label (the seeds of one drafter). A group's figure is the mean over its results, with the
-# lowest and the highest. The row "mean" is the unweighted mean over tasks, as in the papers. Speedup is over plain
-# decoding of the same run.
+# Figures by task, grouped by label (the seeds of one drafter): mean, lowest and highest over the results of a group. The
+# row "mean" is the unweighted mean over tasks, as in the papers. Speedup is over plain decoding of the same run.
 # ----------------------------------------------------------------------------
 
 
 MEAN = "mean"
-_REPLICATES = 4000  # of a bootstrap
+_REPLICATES = 4000  # of the bootstrap
 FIGURES = ("accepted_length", "acceptance_rate", "speedup", "draft_ms", "verify_ms")
 
 
@@ -171,7 +170,7 @@ class Figures(BaseModel):
 
 
 class Spread(BaseModel):
-    """Mean, lowest and highest of a figure over the results of a group."""
+    """Mean, lowest and highest value of a figure over the results of a group."""
 
     mean: float
     low: float
@@ -179,7 +178,7 @@ class Spread(BaseModel):
 
 
 class GroupMember(BaseModel):
-    """One result of a group: the drafter of one seed."""
+    """A result of a group: the drafter of one seed."""
 
     path: str
     drafter: DrafterInfo
@@ -192,7 +191,7 @@ class Group(BaseModel):
 
     label: str
     lossy: str  # `Results.lossy`
-    verified: str  # what of each draft is verified
+    verified: str  # the part of each draft that is verified
     entries: list[GroupMember]
     spreads: dict[str, dict[str, Spread | None]]
 
@@ -205,12 +204,12 @@ class Group(BaseModel):
 class Comparison(BaseModel):
     """The contents of comparison.json.
 
-    Args:
-        conditions: those of the first result.
-        differences: conditions that are not the same throughout.
-        budgets: where training budgets differ.
-        draft_cost: the cost of drafting by draft length, where it was measured.
-        dates: of the results that tell, sorted.
+    Attributes:
+        conditions: of the first result.
+        differences: conditions that differ between results.
+        budgets: differences in training budgets.
+        draft_cost: cost of drafting by draft length, if it was measured.
+        dates: recorded in the results, sorted.
         questions: as in `compare`.
     """
 
@@ -232,8 +231,7 @@ def compare(
     """Compare results, in the order given.
 
     Args:
-        questions: labels that are set side by side, by the name of the question; the first is what the others are
-            compared with.
+        questions: labels by the name of the question; the others are compared with the first.
 
     Raises:
         ValueError: conditions differ and that is not allowed; no task in common; one label for two drafters; or a
@@ -304,14 +302,14 @@ def _group(label: str, loaded: Sequence[LabelledResults], tasks: Sequence[str]) 
 
 
 def _curve(one: LabelledResults) -> list[tuple[int, float]]:
-    """Held-out expected length by step, from the metrics beside the drafter; [] where they are not there any more."""
+    """Held-out expected length by step, from the metrics of the drafter's training; [] if they are gone."""
     metrics = Path(str(one.results.settings.get("drafter"))).parent / "metrics.jsonl"
     entries = read_metrics(metrics).get("held_out", []) if metrics.is_file() else []
     return [(entry["step"], entry["expected_length_greedy"]) for entry in entries if "expected_length_greedy" in entry]
 
 
 def _identity(one: LabelledResults) -> dict[str, Any]:
-    """What the results of one label must have in common."""
+    """The fields that results of one label must share."""
     drafter, settings = one.drafter, one.results.settings
     found = {"algorithm": drafter.algorithm, "gamma": drafter.gamma, "parameters": drafter.parameters}
     found |= {"nodes": drafter.nodes, "verification": one.results.lossy or "lossless"}
@@ -351,7 +349,7 @@ def figures_of(task: TaskResult) -> Figures:
 
 
 def speedups_of(comparison: Comparison) -> dict[str, list[Speedup]]:
-    """The speedups of each drafter, one of each result and task, for a verdict."""
+    """Speedups of each drafter, one for each result and task, for a verdict."""
     found: dict[str, list[Speedup]] = {}
     for group in comparison.groups:
         mine = found.setdefault(group.name, [])
@@ -362,12 +360,13 @@ def speedups_of(comparison: Comparison) -> dict[str, list[Speedup]]:
 
 
 def difference_interval(first: Group, other: Group) -> tuple[float, float] | None:
-    """95 % of the difference of two mean accepted lengths, `other` less `first`.
+    """95 % interval of the difference of two mean accepted lengths, `other` less `first`, by a paired bootstrap.
 
-    None where a result does not record its prompts, or one of them had no round.
+    Each replicate draws the prompts of every task, the same for both groups, and the results (seeds) of each group. With
+    two seeds the spread over seeds is underestimated.
 
-    A paired bootstrap: in every replicate the prompts of each task are drawn anew, the same for both, and so are the
-    results (seeds) of each. Of two seeds it knows little: they are drawn as they are.
+    Returns:
+        None if a result does not record its prompts, or a prompt had no round.
     """
     random, taus = np.random.default_rng(0), []
     for place in range(len(first.entries[0].figures) - 1):  # without the mean
@@ -388,7 +387,7 @@ def difference_interval(first: Group, other: Group) -> tuple[float, float] | Non
 
 
 def _resampled(results: Sequence[Sequence[tuple[int, int]]], times_RP: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Accepted length [replicates, results] of prompts (tokens, rounds) that are drawn so often."""
+    """Accepted length [replicates, results] of prompts (tokens, rounds) that are drawn `times_RP` times."""
     tokens_SP, rounds_SP = np.moveaxis(np.array(results, dtype=np.float64), 2, 0)
     return (times_RP @ tokens_SP.T) / (times_RP @ rounds_SP.T)
 
@@ -408,8 +407,8 @@ def _spread(values: Sequence[float | None]) -> Spread | None:
 # Plots of a comparison: acceptance by position (as Figure 2 of DSpark, arXiv 2607.05147), tau and speedup by task, and
 # the cost of a draft by its length (as Figure 3 of DFlash, arXiv 2602.06036).
 #
-# Drafters are ranked by their mean speedup. The first eight have lines, the first five bars; tau_speedup_all has all
-# bars. A line (over all rounds) or a bar (mean) is one drafter, a small point one of its results.
+# Drafters are ranked by mean speedup. The first eight have lines, the first five bars; tau_speedup_all has all bars. A
+# line (over all rounds) or bar (mean) is a drafter, a small point one of its results.
 # ----------------------------------------------------------------------------
 
 
@@ -417,13 +416,13 @@ BEST = 5  # drafters with bars
 
 
 def ranked(comparison: Comparison) -> list[Group]:
-    """The groups by mean speedup, the fastest first."""
+    """The groups in the order of their mean speedup, the fastest first."""
     means = {group.label: group.spreads[MEAN]["speedup"] for group in comparison.groups}
     return sorted(comparison.groups, key=lambda group: -(found.mean if (found := means[group.label]) else 0.0))
 
 
 def _facts(comparison: Comparison, most: int) -> tuple[str | None, ...]:
-    """Target, temperature, that the `most` fastest drafters are shown where there are more, and the dates."""
+    """Facts for a title: target, temperature, that only the `most` fastest drafters are shown, and dates."""
     count, dates = len(comparison.groups), comparison.dates
     temperature = comparison.conditions.get("sampling temperature")
     shown = f"the {most} fastest of {count} drafters" if count > most else None
@@ -451,7 +450,7 @@ def plot_conditional(comparison: Comparison, path: Path) -> None:
 
 
 def _conditional_line(axes: Axes, group: Group, task: int, rank: int) -> LineEnd | None:
-    """Draw a drafter's line, that of rank 0 in front; its end, None where every position was reached by few rounds."""
+    """Draw a drafter's line, rank 0 in front, and return its end; None if few rounds reached every position."""
     color, order = COLOURS[rank], 3 + (MOST_SERIES - rank) / 100
     found = [entry.figures[task] for entry in group.entries]
     drawn: list[tuple[int, float]] = []
@@ -504,8 +503,8 @@ def plot_tau_and_speedup(comparison: Comparison, path: Path, most: int = BEST) -
 def plot_questions(comparison: Comparison, path: Path) -> None:
     """Plot tau, the mean over tasks, of the labels of each question: a panel per question.
 
-    A large dot is the mean over a label's results, small ones are the results. The line is where the mean would be with
-    95 % of the differences to the first label (`difference_interval`): what it leaves out differs from the first.
+    A large dot is the mean over a label's results, small dots are the results. A line is the first label's mean plus the
+    95 % interval of the difference (`difference_interval`).
     """
     groups, asked = {group.label: group for group in comparison.groups}, comparison.questions
     columns = min(3, len(asked))
@@ -578,7 +577,7 @@ def plot_convergence(comparison: Comparison, path: Path) -> bool:
             steps, heights = curves[label]
             band = [min(found) for found in heights], [max(found) for found in heights]
             means = [sum(found) / len(found) for found in heights]
-            ends[-1].append(draw_band(axes, steps, means, band, color=color, text=label))
+            ends[-1].append(draw_band(axes, steps, means, band=band, color=color, text=label))
         axes.set_title(question, fontsize=10)
         axes.grid(alpha=0.3)
     for axes, mine in zip(panels, ends, strict=True):  # when the limits, which all panels share, are set
@@ -614,7 +613,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
-    """Cells under `HEADINGS`: for each task and the mean, each group followed by its results."""
+    """Cells under `HEADINGS`: for each task and the mean, the groups, each followed by its results."""
     found = []
     for i in range(len(comparison.groups[0].spreads)):
         for group in comparison.groups:
@@ -630,7 +629,7 @@ _SHOWN = ("tau", "per verified", "speedup", "draft ms", "verify ms", "identical"
 
 
 def terminal(comparison: Comparison) -> list[Table]:
-    """Tables for a terminal of 80 columns: figures by task, with means alone, and what each drafter is."""
+    """Tables for a terminal of 80 columns: mean figures by task; gamma, parameters and minutes of each drafter."""
     style: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
     figures = terminal_table(("drafter", "tau", "acc.", "speedup", "draft", "verify", "identical"), text=("drafter",),
                              title="Drafters side by side (draft, verify: ms a round)", **style)  # fmt: skip
@@ -649,7 +648,7 @@ def terminal(comparison: Comparison) -> list[Table]:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Notes to the table: conditions, differences, lossy rules, what is verified, training budgets."""
+    """Notes to the table: conditions, differences, lossy rules, verified parts, training budgets."""
     shown = {
         name: value for name, value in comparison.conditions.items() if not name.startswith(("prompts of", "tasks"))
     }
@@ -743,7 +742,7 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
 
 
 def _row(group: Group, name: str, entries: Sequence[GroupMember], task: int) -> list[str]:
-    """The cells of some results of a group on one task: a figure, or their mean (lowest-highest)."""
+    """Cells of results of a group on one task: a figure, or the mean (lowest-highest) of several."""
     figures = [entry.figures[task] for entry in entries]
     cells = [_spread_cell(_spread([getattr(one, key) for one in figures]), _FORMATS[key]) for key in FIGURES]
     title = figures[0].task
@@ -756,7 +755,7 @@ def _entry_name(entry: GroupMember) -> str:
 
 
 def _gamma(entry: GroupMember) -> str:
-    """Draft tokens in a row, and all nodes where drafts branch."""
+    """The draft length, and the number of nodes of a tree."""
     gamma, nodes = entry.drafter.gamma, entry.drafter.nodes
     return str(gamma) if nodes is None or nodes == gamma else f"{gamma} ({nodes} nodes)"
 
@@ -778,7 +777,7 @@ def _identical(figures: Sequence[Figures], group: Group) -> str:
 
 
 def _made(entries: Sequence[GroupMember], task: str) -> list[str]:
-    """Cells of the parameters in millions and the training minutes; empty but in rows of the mean."""
+    """Cells of parameters in millions and training minutes, which only rows of the mean have."""
     if task != MEAN:
         return ["", ""]
     parameters = entries[0].drafter.parameters

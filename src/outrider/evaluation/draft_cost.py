@@ -283,7 +283,7 @@ def plot_draft_cost(costs: DraftCosts, path: Path, first: Sequence[str] = ()) ->
             gammas = [point.gamma for point in known[label]]
             low, middle, high = ([1e3 * point.whole[i] for point in known[label]] for i in range(3))
             size = 3 if alone else 4
-            ends.append(draw_band(axes, gammas, middle, (low, high), color=color, text=label, markersize=size))
+            ends.append(draw_band(axes, gammas, middle, band=(low, high), color=color, text=label, markersize=size))
         axes.grid(alpha=0.3)
         if alone:
             axes.set_title(f"{ends[0].text}: {ends[0].y:.1f} ms for {ends[0].x:g}", fontsize=8)

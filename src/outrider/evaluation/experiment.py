@@ -1,4 +1,4 @@
-"""An experiment: a YAML table of drafters for one target, and the commands that train, evaluate and compare them.
+"""Plans an experiment: a YAML table of drafters for one target becomes the commands that make and compare them.
 
 rows:
   dspark: {}                                                   trained by the table's recipe
@@ -34,7 +34,7 @@ _SET_BY_TABLE = {"target", "drafter", "tasks", "data_dir", "label", "out"}  # of
 
 
 class Row(Section):
-    """One drafter of the table."""
+    """A drafter of the table."""
 
     recipe: str | None = None  # null: the table's
     set: dict[str, Any] = Field({})  # recipe fields by their dotted names
@@ -145,20 +145,20 @@ class ExperimentTable(Section):
 
     @property
     def data_fields(self) -> dict[str, Any]:
-        """What the table sets of the recipe that responses depend on, by dotted names."""
+        """The table's recipe fields that responses depend on, by dotted names."""
         return {name: value for name, value in self.set.items() if name.partition(".")[0] in _OF_DATA}
 
     @property
     def feature_fields(self) -> dict[str, Any]:
-        """What the table sets of the recipe that features are written by, by dotted names.
+        """The table's recipe fields that the feature store is written with, by dotted names.
 
-        Nothing of optimizer, drafter or loss, so that tables that train differently share the store; but all of it
-        where the table sets the drafter of every row: the store is checked against the layers that this drafter reads.
+        Fields of optimizer, drafter and loss are left out, so that tables that train differently share a store. If the
+        table sets the drafter of every row, all fields are passed: the store is checked against the layers it reads.
         """
         return self.set if any(name.partition(".")[0] == "drafter" for name in self.set) else self.data_fields
 
     def run_directory(self, name: str, seed: int) -> Path:
-        """Where a row is trained with a seed."""
+        """The directory in which a row is trained with a seed."""
         return Path(self.out) / name / f"seed-{seed}"
 
     def trainings(self) -> Iterator[tuple[str, int]]:
@@ -182,7 +182,7 @@ class ExperimentTable(Section):
 def load_table(path: Path, overrides: Sequence[str] = ()) -> ExperimentTable:
     """Read a table, apply `key.path=value` overrides (values are YAML), and find the files it names.
 
-    Behind `set.` a path is one key, the dotted name of a recipe field: `set.optimizer.steps=20`.
+    After `set.` the rest of a path is one key, the dotted name of a recipe field: `set.optimizer.steps=20`.
 
     Raises:
         ValueError: unreadable, unknown or invalid fields, or an invalid recipe.
@@ -200,7 +200,7 @@ def load_table(path: Path, overrides: Sequence[str] = ()) -> ExperimentTable:
 
 
 def _with_paths(table: ExperimentTable, directory: Path) -> ExperimentTable:
-    """The table with each recipe and task file as a path: in `directory` if it is there, else as it was given.
+    """Resolve each recipe and task file: in `directory` if it is there, else as it was given.
 
     A recipe may also be a packaged one.
     """
@@ -227,7 +227,7 @@ def _with_paths(table: ExperimentTable, directory: Path) -> ExperimentTable:
 
 
 def as_overrides(fields: Mapping[str, Any]) -> list[str]:
-    """Recipe fields as `key=value` arguments. JSON is YAML, except for infinity, which YAML writes .inf."""
+    """Write recipe fields as `key=value` arguments. JSON is YAML, except for infinity, which YAML writes .inf."""
     return [f"{name}={json.dumps(value) if value != float('inf') else '.inf'}" for name, value in fields.items()]
 
 
@@ -318,8 +318,8 @@ def plan(table: ExperimentTable) -> list[Stage]:
 def side_by_side(stages: Sequence[Stage]) -> Iterator[list[list[Stage]]]:
     """The stages in groups that follow each other; the chains of a group may run at once, each in its order.
 
-    The trainings are one group, each with its calibration behind it, and the evaluations are another. All else runs
-    alone: what drafting costs is measured while nothing else computes.
+    The trainings, each followed by its calibration, are one group, and the evaluations are another. All other stages
+    run alone, so that nothing disturbs the measured costs of drafting.
     """
     for verb, group in groupby(stages, key=lambda stage: stage.args[0].replace("calibrate", "train")):
         chains: list[list[Stage]] = []

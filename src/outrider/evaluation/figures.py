@@ -175,7 +175,7 @@ def plot_profile(profile: Profile, context: int, path: Path, rows: int) -> None:
         tokens, color = [c.tokens for c in cells], shade(number, len(counts))
         medians, name = [1e3 * c.median for c in cells], f"{requests} request{'s' * (requests > 1)}"
         band = [1e3 * c.low for c in cells], [1e3 * c.high for c in cells]
-        ends.append(draw_band(left, tokens, medians, band, color=color, text=name, marker=".", markersize=6))
+        ends.append(draw_band(left, tokens, medians, band=band, color=color, text=name, marker=".", markersize=6))
         fixed = fit.bias + fit.alpha * requests + fit.sigma * requests * context
         left.plot(tokens, [1e3 * (fixed + fit.theta * b) for b in tokens], "--", lw=0.8, color=color)
     left.set(xlabel="tokens of a forward", ylabel="ms", xscale="log", yscale="log")

@@ -36,7 +36,7 @@ class LineEnd(NamedTuple):
 
 
 def draw_band(
-    axes: Axes, x: Sequence[float], y: Sequence[float], band: tuple[Sequence[float], Sequence[float]], *, color: str,
+    axes: Axes, x: Sequence[float], y: Sequence[float], *, band: tuple[Sequence[float], Sequence[float]], color: str,
     text: str, marker: str = "o", markersize: float = 3,
 ) -> LineEnd:  # fmt: skip
     """Draw a line with a shaded band from the lower to the upper values of `band`; returns its end."""

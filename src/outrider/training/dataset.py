@@ -1,4 +1,4 @@
-"""Training and held-out samples of a recipe's data section, and the reduced draft vocabulary.
+"""Makes the training and held-out samples of a recipe's data section, and chooses the reduced draft vocabulary.
 
     sources -> conversations, interleaved -> responses (regenerated, or a file as it is) -> samples -> split
 
@@ -54,7 +54,7 @@ def recipe_prompts(data: DataSection, say: Callable[[str], None] = lambda line: 
     """All conversations of a recipe, the sources interleaved so that an early stop leaves a fair mixture.
 
     Args:
-        say: told line by line how many share text with the sets of `not_in`.
+        say: called with each line of the table of text shared with the sets of `not_in`.
 
     Raises:
         ValueError: two different conversations have the same id, or see `EvaluationText`.

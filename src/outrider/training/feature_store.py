@@ -1,6 +1,6 @@
-"""The feature store: features of the target on disk, in shards of exactly known size.
+"""Stores features of the target on disk, in shards whose sizes are known before they are written.
 
-The tensors of a shard:
+Tensors of a shard:
 
     aux     [S, L, D]  bf16, or int8 / fp8 (e4m3) with aux_scale [S, L]     value = stored * scale
     hidden  [R, D]     likewise, with hidden_scale [R]                       scale = max |row| / 127 or / 448
@@ -67,19 +67,19 @@ _HEADER_NAMES = {
 
 
 def extent(samples: Sequence[Sample]) -> tuple[int, int]:
-    """Number of context slots S and of generated rows R of some samples."""
+    """Total context slots S and generated rows R of the samples."""
     return sum(s.length - 1 for s in samples), sum(s.num_supervised for s in samples)
 
 
 def encode(target: Target, features: Features, dtype: StoreDtype) -> dict[str, Tensor]:
-    """The stored tensors of one sample, from float16 features."""
+    """Encode float16 features of one sample as the tensors of a shard."""
     stored = _encode_rows("aux", features.aux_SLD, dtype) | _encode_rows("hidden", features.hidden_RD, dtype)
     lse_R, _ = logit_summary(target, _decode_rows("hidden", stored))
     return {**stored, "lse": lse_R, "argmax": features.argmax_R.int()}
 
 
 def decode(stored: Mapping[str, Tensor]) -> Features:
-    """Features in float16, from the stored tensors of one sample."""
+    """Decode the tensors of one sample into float16 features."""
     aux_SLD, hidden_RD = _decode_rows("aux", stored), _decode_rows("hidden", stored)
     return Features(aux_SLD, hidden_RD, stored["lse"], argmax_R=stored["argmax"].long())
 
@@ -103,7 +103,7 @@ def _decode_rows(name: str, stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def shard_bytes(samples: Sequence[Sample], aux_layers: int, hidden: int, dtype: StoreDtype) -> int:
-    """Bytes of the safetensors file: 8, a JSON header padded to a multiple of 8, and the tensors."""
+    """Size of the safetensors file: 8 bytes, a JSON header padded to a multiple of 8, and the tensors."""
     slots, rows = extent(samples)
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "aux": (STORED[dtype], (slots, aux_layers, hidden)),
@@ -128,9 +128,8 @@ def shard_bytes(samples: Sequence[Sample], aux_layers: int, hidden: int, dtype: 
 #
 #     samples, shard_tokens  ->  shard i = samples [a_i, b_i)  ->  exact file sizes
 #
-# Ranges are a pure function of the samples, so several processes agree on them without communication: process i of N
-# writes the shards i, i + N, ... `plan.json` is what they agree on; `manifest.json` is the plan with every shard's
-# SHA-256.
+# The ranges depend on the samples alone, so processes agree on them without communication: process i of N writes the
+# shards i, i + N, ... `plan.json` holds the plan; `manifest.json` adds the SHA-256 of every shard.
 # ----------------------------------------------------------------------------
 
 
@@ -142,7 +141,7 @@ _FINGERPRINT_ELEMENTS = 64
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One shard: samples [first, end) and the exact size of the file."""
+    """A shard that is to be written: samples [first, end) and the exact size of the file."""
 
     file: str
     first: int
@@ -152,7 +151,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """The plan of a store: everything its numbers depend on, and its shards."""
+    """Everything that the contents of a store depend on, and its shards."""
 
     format: int
     target: str
@@ -167,12 +166,12 @@ class StorePlan:
 
     @property
     def bytes(self) -> int:
-        """Size of all shards on disk, headers included."""
+        """Total size of the shards, headers included."""
         return sum(shard.bytes for shard in self.shards)
 
     @cached_property
     def key(self) -> str:
-        """Identifies the store; every shard's sidecar carries it."""
+        """Digest of the plan, which every shard's sidecar repeats."""
         return hashlib.sha256(self.json().encode()).hexdigest()
 
     def json(self) -> str:
@@ -187,7 +186,7 @@ def plan_store(
     dtype: StoreDtype,
     shard_tokens: int,
 ) -> StorePlan:
-    """Cut samples into shards of about `shard_tokens` tokens (the last sample may go beyond)."""
+    """Divide samples into shards of about `shard_tokens` tokens (the last sample of a shard may exceed them)."""
     shards: list[ShardPlan] = []
     first = tokens = 0
     for end, sample in enumerate(samples, start=1):
@@ -211,7 +210,7 @@ def plan_store(
 
 
 def samples_digest(samples: Iterable[Sample]) -> str:
-    """SHA-256 of the samples' tokens and generated ranges, in order: of the JSON list of them, piece by piece."""
+    """SHA-256 of the JSON list of the samples' tokens and generated ranges, computed piece by piece."""
     digest, before = hashlib.sha256(b"["), ""
     for sample in samples:
         digest.update((before + json.dumps([sample.tokens, sample.spans])).encode())
@@ -221,7 +220,7 @@ def samples_digest(samples: Iterable[Sample]) -> str:
 
 
 def target_fingerprint(target: Target) -> str:
-    """SHA-256 of the target's config and of a few elements of every parameter: fine-tunes share a config."""
+    """SHA-256 of the target's config and of some elements of every parameter, as fine-tunes share a config."""
     config = target.config.to_dict()
     for key in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"):
         config.pop(key, None)
@@ -234,7 +233,7 @@ def target_fingerprint(target: Target) -> str:
 
 
 def read_plan(directory: Path, wanted: StorePlan) -> StorePlan:
-    """The plan on disk, which must be the wanted one up to the target's name and the rounding of its aux scales.
+    """Read the plan on disk, which must equal `wanted` up to the target's name and the rounding of its aux scales.
 
     Raises:
         ValueError: not readable, of another format version, or another run's; what differs is named.
@@ -266,23 +265,26 @@ def read_plan(directory: Path, wanted: StorePlan) -> StorePlan:
 
 
 # ----------------------------------------------------------------------------
-# One shard: a safetensors file and its sidecar, each written whole or not at all.
+# A shard: a safetensors file and its sidecar, each written atomically.
 #
 #     a temporary file  --fsync, rename-->  shard-00003.safetensors, then shard-00003.json {key, sha256, ..}
 #
-# The sidecar comes last: a shard counts once it is there. A process killed at any time leaves at most a temporary file,
-# and the next one goes on with the shards that have no valid sidecar.
+# The sidecar is written last, and a shard without a valid sidecar is written again. A killed process leaves at most a
+# temporary file.
 # ----------------------------------------------------------------------------
 
 
 class DamagedShard(ValueError):
-    """A shard that cannot be used; the message names the file and what is wrong with it."""
+    """A shard cannot be used; the message names the file and the fault."""
 
 
 class Shard:
-    """A shard on disk: the indices of its samples, the size and the SHA-256 that its file must have.
+    """A shard on disk.
 
-    `remedy` ends the messages of its errors.
+    Args:
+        indices: of its samples.
+        bytes, sha256: those that its file must have.
+        remedy: ends the messages of its errors.
     """
 
     def __init__(self, path: Path, indices: Sequence[int], bytes: int, sha256: str, *, remedy: str = "") -> None:
@@ -291,7 +293,7 @@ class Shard:
         self._ends: list[tuple[int, int]] = []  # slots and rows before each sample, and in all
 
     def check(self) -> None:
-        """Raises DamagedShard when the file is missing, truncated or altered."""
+        """Raise DamagedShard if the file is missing, truncated or altered."""
         if not self.path.is_file():
             raise DamagedShard(f"{self.path} is missing{self.remedy}")
         found = self.path.stat().st_size
@@ -322,7 +324,7 @@ def sidecar(path: Path) -> Path:
 
 
 def encode_samples(target: Target, samples: Sequence[Sample], plan: StorePlan) -> list[dict[str, Tensor]]:
-    """Stored tensors of each sample, computed by the target."""
+    """Compute the stored tensors of each sample with the target."""
     scale_L = torch.tensor(plan.aux_scale, device=target.device)
     return [
         encode(target, found, plan.dtype)
@@ -333,11 +335,11 @@ def encode_samples(target: Target, samples: Sequence[Sample], plan: StorePlan) -
 def write_shard(path: Path, key: str, indices: Sequence[int], encoded: Sequence[Mapping[str, Tensor]]) -> Shard:
     """Write encoded samples into one shard with its sidecar."""
     tensors = {name: torch.cat([e[name] for e in encoded]).cpu().contiguous() for name in encoded[0]}
-    # Not `save_file`: it writes to a temporary file of its own naming, which a killed process would leave for ever.
+    # `save_file` writes a temporary file of its own naming, which nobody removes after a kill.
     data = save(tensors)
     shard = Shard(path, indices, len(data), sha256=hashlib.sha256(data).hexdigest())
     sidecar(path).unlink(missing_ok=True)  # while the file changes there is no shard
-    # Sole writer: what a killed process left is as large as a shard, and whoever makes this one again removes it.
+    # A temporary file that a killed process left is as large as a shard: the next writer removes it.
     write_atomically(path, data, durable=True, sole_writer=True)
     entry = {"key": key, "samples": list(indices), "bytes": shard.bytes, "sha256": shard.sha256}
     write_atomically(sidecar(path), json.dumps(entry) + "\n", durable=True, sole_writer=True)
@@ -345,7 +347,10 @@ def write_shard(path: Path, key: str, indices: Sequence[int], encoded: Sequence[
 
 
 def find_shard(path: Path, key: str, indices: Sequence[int] | None = None, remedy: str = "") -> Shard:
-    """The shard at `path` by its sidecar, which must hold the samples `indices` (None: any). Its file is not checked.
+    """Open the shard at `path` by its sidecar, without checking the file.
+
+    Args:
+        indices: samples that it must hold; None: any.
 
     Raises:
         DamagedShard: the sidecar is missing, unreadable, or of another store.
@@ -365,19 +370,18 @@ def find_shard(path: Path, key: str, indices: Sequence[int] | None = None, remed
 
 
 # ----------------------------------------------------------------------------
-# A complete feature store on disk: written once by any number of processes, read by every training run after.
+# A complete store on disk: written once by any number of processes, then read by training runs.
 #
-#     DIR/plan.json       what the store is; written first, by whoever comes first
+#     DIR/plan.json       the plan; written by the first process
 #     DIR/shard-*.safetensors, shard-*.json      shard and sidecar, in any order, by any process
-#     DIR/manifest.json   the plan with the SHA-256 of every shard; written by whoever finds the set complete
+#     DIR/manifest.json   the plan with the SHA-256 of every shard; written by the process that completes the store
 #
-# A directory is bit-identical whatever the number of writers and however often they were killed (on one kind of machine
-# and number of threads: matrix products differ between machines in the last bits).
+# The files do not depend on the number of writers or on kills, up to the rounding of matrix products between machines.
 # ----------------------------------------------------------------------------
 
 
 def begin_store(directory: Path, wanted: StorePlan) -> StorePlan:
-    """The plan of the store in `directory`: the one found there, else `wanted`, which is written.
+    """Read the plan of the store in `directory`, or write `wanted` if there is none.
 
     Raises:
         ValueError: the directory holds another run's store.
@@ -390,19 +394,19 @@ def begin_store(directory: Path, wanted: StorePlan) -> StorePlan:
 
 
 def missing_bytes(directory: Path, plan: StorePlan) -> int:
-    """Bytes still to be written, by file sizes."""
+    """Bytes that are still to be written, by file sizes."""
     paths = {directory / shard.file: shard.bytes for shard in plan.shards}
     return sum(size for path, size in paths.items() if not path.is_file() or path.stat().st_size != size)
 
 
 def check_store_space(directory: Path, needed: int) -> None:
-    """Raises ValueError when the disk does not have `needed` bytes free."""
+    """Raise ValueError if the disk does not have `needed` bytes free."""
     remedy = "Choose another features.directory, features.dtype=int8, or a window with features.max_gb."
     check_space(directory, needed, "the store still", remedy=remedy)
 
 
 def check_store_fits(recipe: Recipe, drafter: DraftModule) -> None:
-    """Refuse, before a model is loaded, a store for which the disk has no room; of the responses that are there.
+    """Refuse a store that does not fit on the disk, by the responses that exist, before a model is loaded.
 
     Args:
         drafter: with or without its weights.
@@ -429,9 +433,9 @@ def write_store(
     numbers: Iterable[int],
     on_progress: Callable[[int], None] = lambda number: None,
 ) -> list[int]:
-    """Write those of the shards `numbers` that are not there and valid; return their numbers.
+    """Write the missing and damaged shards among `numbers`, and the manifest once the store is complete.
 
-    Writes the manifest when this completes the store.
+    Returns the numbers of the shards that were written.
     """
     written = []
     for number in numbers:
@@ -459,7 +463,7 @@ def _written_shard(directory: Path, plan: StorePlan, number: int) -> Shard:
 
 
 def _complete_shards(directory: Path, plan: StorePlan) -> list[Shard]:
-    """All shards of a complete store; manifest.json is written from their sidecars where it is not there or differs.
+    """Open all shards of a complete store, and write manifest.json from their sidecars if it is missing or differs.
 
     Raises:
         DamagedShard: a shard has no valid sidecar; all of them are named (the first few, when there are many).
@@ -491,7 +495,7 @@ def _manifest(plan: StorePlan, digests: Sequence[str]) -> dict[str, Any]:
 
 
 def open_store(directory: Path, wanted: StorePlan) -> tuple[StorePlan, list[Shard]]:
-    """The plan and the shards of a complete store; a store that lacks only its manifest gets one.
+    """Open a complete store: its plan and shards. A missing manifest is written.
 
     Raises:
         ValueError: there is no store, it is incomplete, another run's, or its manifest is damaged.
@@ -520,7 +524,7 @@ def open_store(directory: Path, wanted: StorePlan) -> tuple[StorePlan, list[Shar
 
 
 def check_store(directory: Path, wanted: StorePlan) -> list[str]:
-    """Errors of the shards of a store, file by file; empty when there are none."""
+    """List the faults of a store's files."""
     _, shards = open_store(directory, wanted)
     wrong = []
     for shard in shards:
@@ -534,9 +538,10 @@ def check_store(directory: Path, wanted: StorePlan) -> list[str]:
 
 
 class FeatureStore(FeatureCache):
-    """Reads a complete store; each shard is checked against its SHA-256 when it is first opened.
+    """Reads a complete store, and checks the SHA-256 of each shard when it is first opened.
 
-    `columns`: which of the store's aux layers to return, by place; None: all.
+    Args:
+        columns: places of the aux layers to return, among the store's; None: all.
     """
 
     background = True
@@ -565,22 +570,22 @@ class FeatureStore(FeatureCache):
 
 
 # ----------------------------------------------------------------------------
-# A rolling window of features on disk: never more than `max_bytes` of shards, refreshed by the target.
+# A rolling window of features on disk: at most `max_bytes` of shards, the least recently used are replaced.
 #
 #     wanted -> memory? -> pending? -> a shard on disk? -> the target computes it -> pending --full--> new shard,
 #                                                                               least recently needed shards make room
 #
-# A shard holds samples in the order in which training first needed them, so a miss costs one prefill and never that of
-# its neighbours. What a sample decodes to depends on the sample alone, so any budget gives the numbers of a complete
-# store. The window is a cache: what is damaged is reported, dropped and computed again. One process owns a window.
+# A shard holds samples in the order in which training first needed them, so a miss costs one prefill. Features depend
+# on their sample alone, so any budget gives the same numbers as a complete store. Damaged shards are reported, dropped
+# and computed again. One process owns a window.
 # ----------------------------------------------------------------------------
 
 
-_FEWEST_SHARDS = 8  # a budget is cut into at least so many, or one shard would displace everything
+_FEWEST_SHARDS = 8  # in a budget; a single shard would displace all others
 
 
 class FeatureWindow(FeatureCache):
-    """Features from a bounded directory, computed where they are not there."""
+    """Reads features from a directory of bounded size, and computes those that it lacks."""
 
     def __init__(
         self,
@@ -604,7 +609,7 @@ class FeatureWindow(FeatureCache):
 
     @property
     def bytes(self) -> int:
-        """Of all shards on disk."""
+        """Size of all shards on disk."""
         return sum(shard.bytes for shard in self._shards.values())
 
     def close(self) -> None:
@@ -612,7 +617,7 @@ class FeatureWindow(FeatureCache):
         super().close()
 
     def warm(self) -> None:
-        """Fill the window with the first samples that fit."""
+        """Fill the window with the first samples, as many as fit."""
         for index in range(len(self.samples)):
             if self.bytes + self._size([*self._pending, index]) > self.max_bytes:
                 break
@@ -664,7 +669,7 @@ class FeatureWindow(FeatureCache):
         return shard_bytes(samples, len(self.plan.aux_layers), self.plan.hidden_size, dtype=self.plan.dtype)
 
     def _flush(self) -> None:
-        """Write what is pending as one shard; nothing is written where it alone would exceed the budget."""
+        """Write the pending samples as one shard, unless it alone exceeds the budget."""
         indices, size = list(self._pending), self._size(self._pending)
         if indices and size <= self.max_bytes:
             self._make_room(size)
@@ -693,7 +698,7 @@ class FeatureWindow(FeatureCache):
 
 
 # ----------------------------------------------------------------------------
-# Where a run's features come from: the one place that reads the recipe's `features` section.
+# The source of a run's features, by the recipe's `features` section.
 #
 # online             the target computes them, memory keeps what fits            FeatureSource
 # store              a complete directory, written by `outrider features write`  FeatureStore
@@ -703,14 +708,14 @@ class FeatureWindow(FeatureCache):
 
 
 def store_directory(recipe: Recipe) -> Path:
-    """Where the recipe's feature store is, or will be."""
+    """The directory of the recipe's feature store, which may not exist yet."""
     return Path(recipe.features.directory or Path(recipe.out) / "features")
 
 
 def recipe_plan(
     recipe: Recipe, target: Target, samples: Sequence[Sample], aux_layers: tuple[int, ...], aux_scale_L: Tensor
 ) -> StorePlan:
-    """The recipe's store: what it holds and its exact size.
+    """Plan the recipe's store: its contents and exact size.
 
     Raises:
         ValueError: `features.aux_layers` lacks a layer that the drafter reads, or names one that is none.
@@ -739,7 +744,7 @@ def open_features(
     rank: int = 0,
     world_size: int = 1,
 ) -> FeatureCache:
-    """Features of the training samples, as the recipe says. Call `close` when training ends.
+    """Open the features of the training samples, as the recipe says. Call `close` when training ends.
 
     Args:
         rank, world_size: of this process; a window's budget is shared evenly, a complete store is read by all.

@@ -1,7 +1,7 @@
-"""What `auto` means on this machine: the faster precision of training, and memory for features.
+"""Resolves `auto` on this machine: the faster precision of training, and memory for features.
 
-    precision   CPU: float32 and bfloat16 matrix products are timed once, with the threads in use; CUDA: asked
-    memory      a quarter of what is free, within the limits of this cgroup; what is free in the heap goes back
+    precision   CPU: float32 and bfloat16 matrix products are timed once, with the threads in use; CUDA: as PyTorch says
+    memory      a quarter of the free memory, within the limits of this cgroup
 
 Processors without bfloat16 products emulate them: a training step then takes more than twenty times as long.
 """
@@ -14,9 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -57,42 +55,34 @@ def bfloat16_ratio() -> float:
 
 
 def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:
-    """The fastest of several products; the first, which sets up kernels, counts only where it is slow by itself."""
-    found: list[float] = []
+    """Seconds of the fastest of several products; the first one sets up kernels."""
+    times: list[float] = []
     began = time.perf_counter()
     with torch.no_grad():
-        while len(found) < 2 or time.perf_counter() - began < _SECONDS:
+        while len(times) < 2 or time.perf_counter() - began < _SECONDS:
             started = time.perf_counter()
             torch.nn.functional.linear(left, right)
-            found.append(time.perf_counter() - started)
-    return min(found)
+            times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def _cached_ratio() -> float:
+    """`bfloat16_ratio`, kept in the user's cache directory by processor, threads and version of PyTorch."""
     # Environment variables can take instructions from ATen and oneDNN that the processor has.
     limits = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     key = " | ".join(map(str, (machine()["cpu"], *limits, torch.__version__, torch.get_num_threads())))
-    ratio: float = remembered("precision.json", key, bfloat16_ratio, kind=float)
-    return ratio
-
-
-def remembered(file: str, key: str, measure: Callable[[], Any], kind: type) -> Any:
-    """The value under `key` of a JSON file in the user's cache directory; measured if it is not there.
-
-    Args:
-        kind: of the value; another one is measured again.
-    """
-    path = cache_dir() / file
-    known: dict[str, Any] = {}
+    path = cache_dir() / "precision.json"
+    stored: object = {}
     with contextlib.suppress(OSError, ValueError):
-        found = read_json(path)
-        known = found if isinstance(found, dict) else {}
-    if not isinstance(known.get(key), kind):
-        known[key] = measure()
+        stored = read_json(path)
+    ratios = dict(stored) if isinstance(stored, dict) else {}
+    ratio = ratios.get(key)
+    if not isinstance(ratio, float):
+        ratio = ratios[key] = bfloat16_ratio()
         with contextlib.suppress(OSError):  # a read-only home: measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(known, indent=1))
-    return known[key]
+            write_atomically(path, json.dumps(ratios, indent=1))
+    return ratio
 
 
 def feature_cache_bytes(gigabytes: float | str) -> int:

@@ -1,13 +1,13 @@
-"""Which drafter a recipe asks for: a new one in the target's shapes, or one to go on from.
+"""Prepares a training: the drafter of a recipe, new or one to go on from, its samples and its objective.
 
     start_from: null    config = the method's config.from_target(target, the recipe's fields), weights = noise or the
                         target's
     start_from: DIR     config, weights, draft vocabulary and aux layer order = the checkpoint's; the recipe may repeat
-                        what it says, not contradict it; a draft_vocab_size of its own means another draft vocabulary
+                        its fields and not contradict them; another draft_vocab_size means another draft vocabulary
 
-A target of the same shapes is accepted as the drafter's own: going on from a base model's drafter on a fine-tuned
-target is what this is for. A checkpoint takes raw aux hidden states; to train it, its scales are measured again, which
-leaves the function the same:
+A target of the same shapes is accepted, so that a base model's drafter can be trained further for a fine-tune. A
+checkpoint reads raw aux hidden states; to train it, their scales are measured and folded into its weights, which leaves
+its function unchanged:
 
     W aux = W' (aux / aux_scale)      with W' = W * aux_scale, column by column
 """

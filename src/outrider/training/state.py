@@ -1,4 +1,4 @@
-"""Training state on disk: weights, optimizer moments and step, as safetensors.
+"""Saves and restores the state of a training: weights, optimizer moments and step, as safetensors.
 
     ranks' shards --gather--> whole tensors --main rank--> OUT/state --every rank--> its own shards
 
@@ -45,14 +45,19 @@ def save_state(
     ranks: Ranks,
     watch: dict[str, Any],
 ) -> None:
-    """Write atomically, a collective. `settings` must match on resume; `watch` is the memory of training/watch.py."""
-    found: dict[str, Tensor] = {f"buffer.{name}": b for name, b in module.named_buffers()}
+    """Write the state atomically; a collective.
+
+    Args:
+        settings: must be the same on resume.
+        watch: the state of training/watch.py.
+    """
+    sharded: dict[str, Tensor] = {f"buffer.{name}": b for name, b in module.named_buffers()}
     for name, parameter in module.named_parameters():
-        found[f"weight.{name}"] = parameter.detach()
+        sharded[f"weight.{name}"] = parameter.detach()
         if parameter in optimizer.state:
-            found |= {f"{moment}.{name}": optimizer.state[parameter][moment] for moment in _MOMENTS}
+            sharded |= {f"{moment}.{name}": optimizer.state[parameter][moment] for moment in _MOMENTS}
     tensors: dict[str, Tensor] = {}
-    for name, tensor in found.items():  # gathered one by one: the main rank's host memory takes them
+    for name, tensor in sharded.items():  # gathered one by one into the main rank's host memory
         gathered = full_tensor(tensor)
         if ranks.main:
             tensors[name] = gathered.cpu().contiguous()
@@ -65,7 +70,7 @@ def save_state(
 
 
 def load_state(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> int:
-    """Restore in place and return the step to go on from; 0 where there is nothing to resume.
+    """Restore the state in place, and return the step to go on from: 0 if there is no state.
 
     Raises:
         ValueError: the state belongs to another recipe, or a tensor is missing, unknown, not finite, or of another
@@ -99,7 +104,7 @@ _MEMORY = {"best": float, "best_step": int, "mark": float, "failed": int}  # of 
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """`step`, `threads`, `settings` and `watch` of a saved state; empty where there is none.
+    """Read `step`, `threads`, `settings` and `watch` of a saved state; {} if there is none.
 
     Raises:
         ValueError: state.json is damaged.
@@ -150,7 +155,7 @@ def _differences(stored: Mapping[str, Any], settings: Mapping[str, Any], section
 
 
 def _placed(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor where its parameter lives, cut like it."""
+    """The full tensor on its parameter's device, sharded like it."""
     tensor = tensor.to(parameter.device)
     if isinstance(parameter, DTensor) and tensor.dim():  # AdamW's step count is a number on every rank
         return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -158,7 +163,7 @@ def _placed(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------
-# SIGINT and SIGTERM end a run after the step at hand, with its state saved: what a pre-empted machine needs.
+# SIGINT and SIGTERM end a run after the current step, with its state saved: pre-empted machines send them.
 # ----------------------------------------------------------------------------
 
 
