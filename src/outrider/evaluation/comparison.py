@@ -137,8 +137,8 @@ def _shortened(value: str) -> str:
 
 
 # ----------------------------------------------------------------------------
-# Figures by task, grouped by label (the seeds of one drafter): mean, lowest and highest over the results of a group. The
-# row "mean" is the unweighted mean over tasks, as in the papers. Speedup is over plain decoding of the same run.
+# Figures by task, grouped by label (the seeds of one drafter): mean, lowest and highest over the results of a group.
+# The row "mean" is the unweighted mean over tasks, as in the papers. Speedup is over plain decoding of the same run.
 # ----------------------------------------------------------------------------
 
 
@@ -362,8 +362,8 @@ def speedups_of(comparison: Comparison) -> dict[str, list[Speedup]]:
 def difference_interval(first: Group, other: Group) -> tuple[float, float] | None:
     """95 % interval of the difference of two mean accepted lengths, `other` less `first`, by a paired bootstrap.
 
-    Each replicate draws the prompts of every task, the same for both groups, and the results (seeds) of each group. With
-    two seeds the spread over seeds is underestimated.
+    Each replicate draws the prompts of every task, the same for both groups, and the results (seeds) of each group.
+    With two seeds the spread over seeds is underestimated.
 
     Returns:
         None if a result does not record its prompts, or a prompt had no round.
@@ -503,8 +503,8 @@ def plot_tau_and_speedup(comparison: Comparison, path: Path, most: int = BEST) -
 def plot_questions(comparison: Comparison, path: Path) -> None:
     """Plot tau, the mean over tasks, of the labels of each question: a panel per question.
 
-    A large dot is the mean over a label's results, small dots are the results. A line is the first label's mean plus the
-    95 % interval of the difference (`difference_interval`).
+    A large dot is the mean over a label's results, small dots are the results. A line is the first label's mean plus
+    the 95 % interval of the difference (`difference_interval`).
     """
     groups, asked = {group.label: group for group in comparison.groups}, comparison.questions
     columns = min(3, len(asked))
