@@ -74,7 +74,7 @@ def test_an_estimate_follows_its_counts(directory: Path, estimated: Estimator) -
     base = estimated()
     assert [part.name for part in base.parts] == ["responses", "features", "steps", "checks"]
     assert base.steps == base.part("steps").seconds == 6 and base.step_seconds == 1
-    assert base.memory > 0 and base.cached > 0 and base.ranks.startswith("1 of 2 conversations")
+    assert base.memory > 0 and base.cached > 0 and base.ranks.startswith("1; a step of 2 conversations")
     longer = estimated("optimizer.steps=12", "watch.decode_every=3")
     assert longer.part("steps").seconds == 12 and longer.part("checks").seconds > base.part("checks").seconds
     assert longer.part("responses") == base.part("responses")
@@ -140,7 +140,9 @@ def test_a_dry_run_shows_a_table_and_writes_nothing(directory: Path, run: Run, m
     assert status == 0, errors
     assert re.search(r"^part +time +disk +from", said, re.MULTILINE)
     assert re.search(r"^total +(< )?\S+ \w+ +\S+ [MG]B", said, re.MULTILINE)
-    assert re.search(r"^memory: .+ features$", said, re.MULTILINE) and re.search(r"^ranks: 1 of 2 ", said, re.MULTILINE)
+    assert re.search(r"^memory: .+ features$", said, re.MULTILINE) and re.search(
+        r"^ranks: 1; a step of 2 ", said, re.MULTILINE
+    )
     assert "nothing of the run was written" in said and files(directory) == before
 
 

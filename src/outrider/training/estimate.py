@@ -30,12 +30,12 @@ from outrider.target.model import Target
 from outrider.training.batches import micro_batches
 from outrider.training.dataset import Dataset, known_samples, recipe_prompts, responses_path
 from outrider.training.feature_store import recipe_plan
-from outrider.training.features import Features, compute_features
+from outrider.training.features import compute_features
 from outrider.training.logging import peak_memory_gib
 from outrider.training.machine import feature_cache_bytes
 from outrider.training.parallel import ALONE, Ranks, whole_drafter
 from outrider.training.recipe import Recipe
-from outrider.training.setup import assemble, begin, checkpoint_bytes
+from outrider.training.setup import Start, assemble, begin, checkpoint_bytes
 from outrider.training.trainer import Trainer, saved_run
 from outrider.utils.measure import Clock
 
@@ -113,58 +113,82 @@ def estimate(
     Raises:
         ValueError: as `prepare`, or a target spread over ranks lacks responses.
     """
-    began = saved_run(recipe)
+    began, optimizer = saved_run(recipe), recipe.optimizer
     first = int(began.get("step", 0))
     start = begin(recipe, target)
     texts: _Texts = ranks.from_main(lambda: _texts(recipe, target, began=bool(began), say=say))
-    samples, optimizer = texts.samples, recipe.optimizer
-    repeated = min(optimizer.anchors_per_step or optimizer.sequences_per_step, max(1, round(texts.trained)))
-    dataset = Dataset(list(islice(cycle(samples), repeated)), samples[:_HELD_OUT], {})
-    run = assemble(recipe, target, start, dataset=dataset)
-    layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
     say(f"timing features and {_STEPS} training steps")
-    features: list[Features] = []
-    clock = Clock(target.device)
-    with clock:
-        features += compute_features(target, samples, layers, aux_scale_L=scale_L)
-    prefill = clock.take() / len(samples)
-    timed = recipe.model_copy(update={"optimizer": optimizer.model_copy(update={"epochs": None})})
-    trainer = Trainer(timed, run, ranks)
-    figures = trainer.rehearse(_STEPS, list(islice(cycle(features), repeated)))
-
+    timed = _timed_steps(recipe, target, start, texts=texts, ranks=ranks)
+    trainer, drafter = timed.trainer, timed.trainer.run.drafter
     chosen = trainer.schedule.step(0)
-    steps = began["settings"]["optimizer"]["steps"] if began else optimizer.steps
+    last = began["settings"]["optimizer"]["steps"] if began else optimizer.steps
     if optimizer.epochs is not None and not began:
-        steps = optimizer.epochs * max(1, int(texts.trained / len(chosen)))
-    left = max(0, steps - first)
-    size = sum(each.nbytes for each in features) / len(features)
+        last = optimizer.epochs * max(1, int(texts.trained / len(chosen)))
+    left = max(0, last - first)
     held_out = min(recipe.data.held_out, max(1.0, texts.trained))
     budget = feature_cache_bytes(recipe.feature_cache_gb)
-    read = _features(recipe, texts.trained, left * len(chosen), missed=max(0.0, 1 - budget / (texts.trained * size)))
-    if recipe.features.mode == "store":
-        stored = recipe_plan(recipe, target, samples, aux_layers=layers, aux_scale_L=scale_L).bytes / len(samples)
-        window = math.inf if recipe.features.max_gb is None else recipe.features.max_gb * 2**30
-        read = replace(read, disk=min(texts.trained * stored, window))
-    parameters = sum(p.numel() for p in run.drafter.parameters())
+    missed = max(0.0, 1 - budget / (texts.trained * timed.feature_bytes))
+    read = _features(recipe, texts.trained, left * len(chosen), missed=missed)
+    parameters = sum(p.numel() for p in drafter.parameters())
+    steps = f"{left} of {timed.step_seconds:.2f} s; {parameters / 1e6:.1f}M parameters"
     limits = optimizer.max_anchors_per_forward, optimizer.max_context_per_forward
     divided = micro_batches(chosen, ranks.world, *limits)
     return Estimate(
         parts=(
             texts.responses,
-            replace(read, seconds=read.seconds * prefill / ranks.world),
-            Part(
-                "steps",
-                f"{left} of {figures['step_seconds']:.2f} s; {parameters / 1e6:.1f}M parameters",
-                seconds=left * figures["step_seconds"],
-                disk=checkpoint_bytes(run.drafter),
+            replace(
+                read,
+                seconds=read.seconds * timed.prefill_seconds / ranks.world,
+                disk=_stored_bytes(recipe, trainer, texts),
             ),
-            _checks(recipe, trainer, held_out, first=first, last=steps),
+            Part("steps", steps, seconds=left * timed.step_seconds, disk=checkpoint_bytes(drafter)),
+            _checks(recipe, trainer, held_out, first=first, last=last),
         ),
         steps=left,
         memory=peak_memory_gib(target.device) * 2**30,
-        cached=min(budget, texts.trained * size) + min(budget, held_out * size),
-        ranks=f"{ranks.world} of {len(chosen)} conversations a step, {len(divided[0])} forwards on each",
+        cached=min(budget, texts.trained * timed.feature_bytes) + min(budget, held_out * timed.feature_bytes),
+        ranks=f"{ranks.world}; a step of {len(chosen)} conversations in {len(divided[0])} forward(s) on each",
     )
+
+
+class _TimedSteps(NamedTuple):
+    """A trainer after some steps; seconds of a step without features, seconds and bytes of features of a sample."""
+
+    trainer: Trainer
+    step_seconds: float
+    prefill_seconds: float
+    feature_bytes: float
+
+
+def _timed_steps(recipe: Recipe, target: Target, start: Start, texts: _Texts, ranks: Ranks) -> _TimedSteps:
+    """Prefill the samples and take `_STEPS` steps on them, repeated until they fill a step of the recipe."""
+    samples, optimizer = texts.samples, recipe.optimizer
+    repeated = min(optimizer.anchors_per_step or optimizer.sequences_per_step, max(1, round(texts.trained)))
+    dataset = Dataset(list(islice(cycle(samples), repeated)), samples[:_HELD_OUT], {})
+    run = assemble(recipe, target, start, dataset=dataset)
+    clock, scale_L = Clock(target.device), run.drafter.aux_scale_L
+    with clock:
+        features = list(compute_features(target, samples, run.drafter.config.target_layer_ids, aux_scale_L=scale_L))
+    recipe = recipe.model_copy(update={"optimizer": optimizer.model_copy(update={"epochs": None})})
+    trainer = Trainer(recipe, run, ranks)
+    figures = trainer.rehearse(_STEPS, list(islice(cycle(features), repeated)))
+    return _TimedSteps(
+        trainer,
+        step_seconds=figures["step_seconds"],
+        prefill_seconds=clock.take() / len(samples),
+        feature_bytes=sum(each.nbytes for each in features) / len(features),
+    )
+
+
+def _stored_bytes(recipe: Recipe, trainer: Trainer, texts: _Texts) -> float:
+    """Size of the recipe's feature store, 0 without one."""
+    if recipe.features.mode == "online":
+        return 0.0
+    run = trainer.run
+    layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
+    planned = recipe_plan(recipe, run.target, texts.samples, aux_layers=layers, aux_scale_L=scale_L)
+    window = math.inf if recipe.features.max_gb is None else recipe.features.max_gb * 2**30
+    return min(texts.trained * planned.bytes / len(texts.samples), window)
 
 
 def _features(recipe: Recipe, trained: float, visits: int, missed: float) -> Part:
@@ -201,7 +225,7 @@ def _checks(recipe: Recipe, trainer: Trainer, held_out: float, first: int, last:
         decoding = (time.perf_counter() - began) / prompts * min(watch.decode_prompts, held_out)
     return Part(
         "checks",
-        f"{evaluations} on {held_out:.0f} held-out conversations; {decodings} decode some",
+        f"{evaluations} evaluations of {held_out:.0f} held-out conversations, {decodings} decodings of some",
         seconds=evaluations * held_out * evaluation + decodings * decoding,
     )
 
