@@ -2,7 +2,7 @@
 
     python -m benchmarks.planning --out FILE.json
 
-The step is drawn at random, with two steps of history behind it: R requests that all draft gamma tokens, confidences
+The step is drawn at random, with two steps of acceptance behind it: R requests that all draft gamma tokens, confidences
 spread as a mixture of easy and hard texts would spread them.
 """
 
@@ -35,12 +35,12 @@ POLICIES: dict[str, Policy] = {
 
 
 def planning_medians(requests: int, gamma: int, repeats: int, rounds: int) -> dict[str, list[float]]:
-    """Per policy, and for the gate that goes before them, `rounds` medians in microseconds, taking turns."""
-    found: dict[str, list[float]] = {name: [] for name in [*POLICIES, "gate"]}
+    """Per policy, and for who drafts (`SkipDrafting`), `rounds` medians in microseconds, taking turns."""
+    found: dict[str, list[float]] = {name: [] for name in [*POLICIES, "who drafts"]}
     for _ in range(rounds):
         for name, policy in POLICIES.items():
             found[name].append(planning_microseconds(policy, requests, gamma, repeats))
-        found["gate"].append(gate_microseconds(SkipDrafting(CLIFFS), requests, gamma, repeats))
+        found["who drafts"].append(depths_microseconds(SkipDrafting(CLIFFS), requests, gamma, repeats))
     return found
 
 
@@ -50,24 +50,24 @@ def planning_microseconds(policy: Policy, requests: int = 256, gamma: int = 16, 
     return _median_microseconds(lambda: policy.lengths(view), repeats)
 
 
-def gate_microseconds(gate: Policy, requests: int = 256, gamma: int = 16, repeats: int = 200) -> float:
+def depths_microseconds(policy: Policy, requests: int = 256, gamma: int = 16, repeats: int = 200) -> float:
     """Median over repeats."""
     before, _ = busy_step(requests, gamma)
-    return _median_microseconds(lambda: gate.depths(before), repeats)
+    return _median_microseconds(lambda: policy.depths(before), repeats)
 
 
 def busy_step(requests: int, gamma: int, seed: int = 0) -> tuple[PlanView, StepView]:
     """A step before its draft and before its verification."""
     generator = np.random.default_rng(seed)
     ease_R = generator.uniform(1.0, 8.0, requests)  # mean confidence 0.5 to 0.9
-    history, ids = Acceptance(gamma), list(range(requests))
+    acceptance, ids = Acceptance(gamma), list(range(requests))
     contexts = generator.integers(50, 2000, requests).tolist()
     for _ in range(3):
-        before = history.plan_view(ids, contexts)
+        before = acceptance.plan_view(ids, contexts)
         confidences = generator.beta(ease_R[:, None], 1.0, (requests, gamma)).tolist()
-        view = history.step_view(ids, confidences, [gamma] * requests, contexts)
+        view = acceptance.step_view(ids, confidences, [gamma] * requests, contexts)
         verified_R = view.drafted_R
-        history.observe(ids, view, verified_R=verified_R, accepted_R=generator.binomial(verified_R, 0.5))
+        acceptance.observe(ids, view, verified_R=verified_R, accepted_R=generator.binomial(verified_R, 0.5))
     return before, view
 
 
@@ -87,7 +87,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="medians per policy, taking turns")] = 9,
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures")] = None,
 ) -> None:
-    """Microseconds of planning one step, for every policy and for the gate that decides who drafts."""
+    """Microseconds of planning one step, for every policy and for `SkipDrafting`, which decides who drafts."""
     found = planning_medians(requests, gamma, repeats, rounds)
     view = Table(title=f"planning one step of {requests} requests with {gamma} drafts each: microseconds")
     for heading in ("policy", "median", "least", "most"):

@@ -52,7 +52,7 @@ from outrider.utils.measure import machine, quartiles, set_up, versions
 # The parts of a step and what they consist of: (owner, name of the function).
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "plan": [(Scheduler, "plan")],
-    "gate, policy, history": [
+    "policy, acceptance": [
         (SkipDrafting, "depths"),
         (Acceptance, "plan_view"),
         (Drafting, "record"),

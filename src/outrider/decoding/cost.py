@@ -1,4 +1,4 @@
-"""The cost of a step: what policies weigh expected tokens against.
+"""The cost of a step, which policies weigh expected tokens against.
 
     seconds of one step  =  drafting for D requests  +  one target forward of B tokens  +  the rest;   SPS = 1 / seconds
 
@@ -45,7 +45,7 @@ class StepCost(Protocol):
 
         Args:
             drafting: how many requests a block is drafted for; 0 costs nothing.
-            depth: tokens of the longest draft, where drafts are kept short; None: a whole block.
+            depth: tokens of the longest draft, if drafts are kept short; None: a whole block.
         """
         ...
 
@@ -83,16 +83,17 @@ class SpsTable:
 
 
 # ----------------------------------------------------------------------------
-# What drafts cost in the steps of an engine, beside what was measured before it ran. A profile is one minute of a
-# machine, with greedy rows; sampled rows, another mixture of lengths and a busier machine take another time.
+# The online correction of a profile, by the steps of an engine: the one place where costs are learned while serving. A
+# profile is one minute of a machine, with greedy rows; sampled rows, another mixture of lengths and a busier machine
+# take another time. `observe` is called after each step, and `lacks_plain` asks for steps to compare with.
 #
 #     seconds of a step with drafts  =  rho_R * predicted                                            R: by powers of two
 #     log rho_R  =  0.99^n (mean log(taken / predicted) of such steps  -  that of steps without drafts)
 #
 # The second mean takes out how fast the machine is, which no decision depends on. n steps without drafts since the last
-# with some: what is known of drafts ages, or a correction that stops them would never be looked at again. Where every
-# step has drafts, some go without, to compare with (`lacks_plain`). Steps that read prompts count for neither. All that
-# is read are counts and times of earlier steps, so the output stays exact.
+# with some: the correction ages, or one that stops drafts would never be tested again. If every step has drafts, some
+# go without, to compare with. Steps that read prompts count for neither. Only counts and times of earlier steps are
+# read, so the output stays exact.
 # ----------------------------------------------------------------------------
 
 

@@ -1,10 +1,10 @@
-"""longest suffix of the text that occurred before  ->  what followed it then
+"""Prompt lookup: the longest suffix of the text that occurred before  ->  the tokens that followed it then
 
-    text      x = f ( a ) ; y = f ( b ) ; z = f ( a )       "= f (" occurred before, latest with "b ) ; z" behind it
+    text      x = f ( a ) ; y = f ( b ) ; z = f ( a )       "= f (" occurred before, latest with "b ) ; z" after it
                                   `-------------- draft: what came next, up to gamma tokens
 
 N-gram or prompt lookup (Saxena, github.com/apoorvumang/prompt-lookup-decoding; LLMA, Yang et al., arXiv 2304.04487):
-no weights, no training, and strong wherever the response repeats its prompt or itself. The *latest* occurrence is
+no weights, no training, and strong if the response repeats its prompt or itself. The *latest* occurrence is
 copied: one table entry per n-gram holds it. A copy that reaches the end of the text reads its own tokens, so a loop is
 drafted whole. A round costs (new tokens) x (suffix lengths) writes to the table and at most (suffix lengths) look-ups,
 however long the text is.
@@ -36,7 +36,7 @@ _SAMPLED_INTERCEPT, _SAMPLED_SLOPE = -1.35, 1.18  # the same of 84 answers at te
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Most tokens of a draft, and the lengths of the suffixes that are looked for, the longest first.
+    """Most tokens of a draft, and the lengths of the suffixes that are searched for, the longest first.
 
     Measured on SmolLM2's own greedy text: suffixes of one token raise tau by a tenth, those over four by nothing, and
     copying the most frequent continuation in place of the latest changes it by less than one per cent either way.
@@ -54,12 +54,12 @@ class NgramConfig:
 
 
 class NgramSession:
-    """One request's committed tokens, and where each of their n-grams ended last."""
+    """One request's committed tokens, and the place after the latest occurrence of each of their n-grams."""
 
     def __init__(self, config: NgramConfig) -> None:
         self.config = config
         self.tokens: list[int] = []
-        self.places: dict[tuple[int, ...], int] = {}  # n-gram -> place in `tokens` behind its latest occurrence
+        self.places: dict[tuple[int, ...], int] = {}  # n-gram -> place in `tokens` after its latest occurrence
 
     def append(self, token: int) -> None:
         """Take one committed token."""
@@ -73,7 +73,7 @@ class NgramSession:
             self.places[tuple(self.tokens[end - n : end])] = end
 
     def place(self, anchor: int, shortest: int = 1) -> int | None:
-        """Where the longest known suffix of the tokens and the anchor went on before; None: no suffix is known.
+        """The place after the earlier occurrence of the longest known suffix of tokens and anchor; None: none is known.
 
         Args:
             shortest: tokens of a suffix that counts, beside the config's own.
@@ -81,7 +81,7 @@ class NgramSession:
         return self.find((*self.tokens[max(0, len(self.tokens) + 1 - self.config.longest) :], anchor), shortest)
 
     def find(self, ending: tuple[int, ...], shortest: int = 1) -> int | None:
-        """Where the longest known suffix of a text with this ending went on last; see `place`."""
+        """The place after the latest occurrence of the longest known suffix of a text with this ending; see `place`."""
         for n in range(min(len(ending), self.config.longest), max(self.config.shortest, shortest) - 1, -1):
             place = self.places.get(ending[-n:])
             if place is not None:
@@ -93,12 +93,12 @@ class NgramSession:
         return _agreeing(self.tokens, place, [*self.tokens[max(0, len(self.tokens) + 1 - most) :], anchor])
 
     def copy(self, place: int, anchor: int, count: int) -> list[int]:
-        """`count` tokens from `place` on; behind the anchor the copy goes on with its own beginning."""
+        """`count` tokens from `place` on; after the anchor they go on with their own beginning."""
         known = len(self.tokens)
-        found: list[int] = []
+        copied: list[int] = []
         for at in range(place, place + count):
-            found.append(self.tokens[at] if at < known else anchor if at == known else found[at - known - 1])
-        return found
+            copied.append(self.tokens[at] if at < known else anchor if at == known else copied[at - known - 1])
+        return copied
 
 
 def _agreeing(tokens: Sequence[int], place: int, ending: Sequence[int]) -> int:
@@ -111,16 +111,16 @@ def _agreeing(tokens: Sequence[int], place: int, ending: Sequence[int]) -> int:
 
 _LIBRARY = NgramConfig(longest=4, shortest=3)  # fewer tokens than three say little about another text
 _LEAST_RESPONSES = 2 * (_LIBRARY.shortest + 1)  # tokens: in each half as many as must agree, and one to copy
-_END = -1  # behind every text of a library: no token
+_END = -1  # after every text of a library: no token
 
 
 class Library:
-    """Texts beside a request's own that it may copy from: documents, and the latest responses to other requests.
+    """Texts beside a request's own that prompt lookup searches: documents, and the latest responses to other requests.
 
     Args:
         documents: token ids of each.
         responses: most tokens of responses that are kept, the latest; each response ends with a mark, which counts as
-            one. 0: none. How fast one request is answered then tells whether another one had the same text.
+            one. 0: none. With responses, the speed of one request's answer tells whether another one had the same text.
 
     Raises:
         ValueError: so few tokens of responses that none of them could ever be copied.
@@ -157,9 +157,9 @@ class Library:
         self._before, self._latest = self._latest, NgramSession(_LIBRARY)
 
     def find(self, ending: tuple[int, ...], count: int, *, responses: bool = True) -> tuple[int, list[int]]:
-        """How many tokens of a text's ending agree with the best place found, and up to `count` tokens behind it.
+        """How many tokens of a text's ending agree at the best place, and up to `count` tokens after it.
 
-        (0, []) where nothing is found; the latest of places that agree equally far. Without `responses` documents alone
+        (0, []) if there is no place; the latest of places that agree equally far. Without `responses` documents alone
         are searched.
         """
         best: tuple[int, list[int]] = 0, []
@@ -173,13 +173,13 @@ class Library:
 
 def _append(session: NgramSession, text: Sequence[int]) -> None:
     for token in text:
-        if token != _END:  # a place with nothing behind it would hide an earlier one
+        if token != _END:  # a place with nothing after it would hide an earlier one
             session.index_end()
         session.tokens.append(token)
 
 
 class NgramDrafter(Drafter):
-    """A `Drafter` that copies; reads no features of the target."""
+    """A `Drafter` by prompt lookup alone; it reads no features of the target."""
 
     def __init__(self, config: NgramConfig | None = None) -> None:
         self.config = config or NgramConfig()
@@ -197,7 +197,7 @@ class NgramDrafter(Drafter):
                 session.append(token)
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
-        """What followed before; empty where no suffix is known."""
+        """The tokens that followed before; empty if no suffix is known."""
         return [self._propose(call, min_confidence) for call in calls]
 
     def _propose(self, call: DraftCall, min_confidence: float) -> Draft:
@@ -214,7 +214,7 @@ class NgramDrafter(Drafter):
 
 
 def copy_confidences(matched: NDArray[np.int64], sampled: NDArray[np.bool_] | bool = False) -> NDArray[np.float64]:
-    """How likely a copied token is to be accepted behind so many that agree, any shape; less so in `sampled` text."""
+    """P(a copied token is accepted | so many tokens before it agree), any shape; lower in `sampled` text."""
     level, slope = (np.where(sampled, *both) for both in ((_SAMPLED_INTERCEPT, _INTERCEPT), (_SAMPLED_SLOPE, _SLOPE)))
     confidences: NDArray[np.float64] = 1 / (1 + np.exp(-(level + slope * np.log(matched))))
     return confidences

@@ -297,8 +297,7 @@ class SimulatedEngine:
         ids, live = [work.id for work in deciding], [self._live[work.id] for work in deciding]
         rows_R = np.array([one.row for one in live])
         able = [work.id for work in deciding if work.limit > 0]
-        # No clock runs here, so no cost is learned: `other_tokens` keeps the backoff from asking for plain steps.
-        pause = self.backoff.pause(able, len(deciding), other_tokens=1) if able else None
+        pause = self.backoff.pause(able, len(deciding), prefill) if able else None
         pausing = pause is not None or not able
         lookups: dict[str, Lookup] = {}
         shortest = 1 if pause is None else pause.shortest_suffix

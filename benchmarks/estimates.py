@@ -1,17 +1,17 @@
 """Compare estimators of acceptance on recorded drafts while the task changes: calibration, log loss, tokens per second.
 
     outrider simulate --record TASK.npz --tasks TASK.jsonl ...
-    python -m benchmarks.beliefs A.npz B.npz C.npz --profile PROFILE.json --out FILE.json
+    python -m benchmarks.estimates A.npz B.npz C.npz --profile PROFILE.json --out FILE.json
 
 Traffic is one task for so many rounds, then the next (A, B, C, A), and at a change all requests are new. A round is one
-request's. What is verified is decided by look-ahead over the profile from each estimator's own beliefs, as in the
-engine; beliefs are then compared with all outcomes of the drafts, verified or not, which traces know.
+request's. What is verified is decided by look-ahead over the profile from each estimator's own estimates, as in the
+engine; estimates are then compared with all outcomes of the drafts, verified or not, which traces know.
 
     own        the drafter's confidences as they were recorded, its stored calibration included
     average    per position, an exponentially weighted mean of what was accepted (adaptive lengths of several engines)
     refit      logistic in the drafter's confidence, one slope and a constant per position, one damped Newton step every
                100 steps from these alone (vLLM's online acceptance estimator, its pull request 52228)
-    beliefs    decoding/beliefs.py
+    estimates  decoding/acceptance.py
 
 Each is run with confidences and, but for `own`, without. Shapes: R requests, K positions, N rounds.
 """
@@ -38,12 +38,18 @@ from outrider.utils.measure import machine, versions
 
 
 class Estimator(Protocol):
-    """What `Acceptance` asks of its beliefs."""
+    """What `Acceptance` asks of its estimates."""
 
-    def expected(self, ids: Sequence[Hashable], *, confidences_RK: Floats) -> Floats: ...
+    def expected(self, ids: Sequence[Hashable], groups_R: Ints | None, confidences_RK: Floats) -> Floats: ...
 
-    def record(
-        self, ids: Sequence[Hashable], verified_R: Ints, accepted_R: Ints, *, confidences_RK: Floats
+    def observe(
+        self,
+        ids: Sequence[Hashable],
+        verified_R: Ints,
+        accepted_R: Ints,
+        *,
+        groups_R: Ints | None,
+        confidences_RK: Floats,
     ) -> None: ...
 
     def forget(self, id: Hashable) -> None: ...
@@ -52,10 +58,18 @@ class Estimator(Protocol):
 class Own:
     """The drafter's own confidences."""
 
-    def expected(self, ids: Sequence[Hashable], *, confidences_RK: Floats) -> Floats:
+    def expected(self, ids: Sequence[Hashable], groups_R: Ints | None, confidences_RK: Floats) -> Floats:
         return confidences_RK
 
-    def record(self, ids: Sequence[Hashable], verified_R: Ints, accepted_R: Ints, *, confidences_RK: Floats) -> None:
+    def observe(
+        self,
+        ids: Sequence[Hashable],
+        verified_R: Ints,
+        accepted_R: Ints,
+        *,
+        groups_R: Ints | None,
+        confidences_RK: Floats,
+    ) -> None:
         """Nothing is learned."""
 
     def forget(self, id: Hashable) -> None:
@@ -68,10 +82,18 @@ class Average(Own):
     def __init__(self, positions: int, weight: float = 0.1) -> None:
         self.mean_K, self.weight = np.full(positions, 0.5), weight
 
-    def expected(self, ids: Sequence[Hashable], *, confidences_RK: Floats) -> Floats:
+    def expected(self, ids: Sequence[Hashable], groups_R: Ints | None, confidences_RK: Floats) -> Floats:
         return np.tile(self.mean_K[: confidences_RK.shape[1]], (len(ids), 1))
 
-    def record(self, ids: Sequence[Hashable], verified_R: Ints, accepted_R: Ints, *, confidences_RK: Floats) -> None:
+    def observe(
+        self,
+        ids: Sequence[Hashable],
+        verified_R: Ints,
+        accepted_R: Ints,
+        *,
+        groups_R: Ints | None,
+        confidences_RK: Floats,
+    ) -> None:
         """A step further, at the positions with an outcome."""
         places_K = np.arange(len(self.mean_K))
         count_K = (places_K < np.minimum(accepted_R + 1, verified_R)[:, None]).sum(axis=0)
@@ -94,19 +116,27 @@ class Refit(Own):
         self.information_PP, self.gradient_P = np.zeros((size, size)), np.zeros(size)
         self.counts_K = np.zeros(size - 1)
 
-    def expected(self, ids: Sequence[Hashable], *, confidences_RK: Floats) -> Floats:
+    def expected(self, ids: Sequence[Hashable], groups_R: Ints | None, confidences_RK: Floats) -> Floats:
         logits_RK = np.where(np.isnan(confidences_RK), 0.0, logit(confidences_RK, 1e-4))
         return sigmoid(self.theta_P[0] * logits_RK + self.theta_P[1 : 1 + logits_RK.shape[1]])
 
-    def record(self, ids: Sequence[Hashable], verified_R: Ints, accepted_R: Ints, *, confidences_RK: Floats) -> None:
+    def observe(
+        self,
+        ids: Sequence[Hashable],
+        verified_R: Ints,
+        accepted_R: Ints,
+        *,
+        groups_R: Ints | None,
+        confidences_RK: Floats,
+    ) -> None:
         """Add to this window's curvature and gradient, and fit at its end."""
-        believed_RK = self.expected(ids, confidences_RK=confidences_RK)
-        r_N, k_N = np.nonzero(np.arange(believed_RK.shape[1]) < np.minimum(accepted_R + 1, verified_R)[:, None])
+        expected_RK = self.expected(ids, groups_R, confidences_RK)
+        r_N, k_N = np.nonzero(np.arange(expected_RK.shape[1]) < np.minimum(accepted_R + 1, verified_R)[:, None])
         given_N = confidences_RK[r_N, k_N]
         design_NP = np.zeros((len(r_N), len(self.theta_P)))
         design_NP[:, 0] = np.where(np.isnan(given_N), 0.0, logit(given_N, 1e-4))
         design_NP[np.arange(len(r_N)), 1 + k_N] = 1.0
-        p_N = believed_RK[r_N, k_N]
+        p_N = expected_RK[r_N, k_N]
         self.information_PP += (design_NP * (p_N * (1 - p_N))[:, None]).T @ design_NP
         self.gradient_P += ((k_N < accepted_R[r_N]) - p_N) @ design_NP
         self.counts_K += np.bincount(k_N, minlength=len(self.counts_K))
@@ -122,7 +152,7 @@ ESTIMATORS: dict[str, Callable[[int], Estimator]] = {
     "own": lambda positions: Own(),
     "average": Average,
     "refit": Refit,
-    "beliefs": LogisticEstimates,
+    "estimates": LogisticEstimates,
 }
 
 
@@ -146,7 +176,7 @@ class Replayed:
 
     Attributes:
         task: whose rounds; `changed`: another one went before. `round_N`: rounds of it before this one.
-        row_N: of the traces. `believed_NK`, `drafted_N`, `right_N`: beliefs, drafts, and how many of them are right.
+        row_N: of the traces. `expected_NK`, `drafted_N`, `right_N`: estimates, drafts, and how many of them are right.
         tokens: committed from the first counted round on; `seconds` of these steps by the profile.
     """
 
@@ -154,7 +184,7 @@ class Replayed:
     changed: bool
     round_N: Ints
     row_N: Ints
-    believed_NK: Floats
+    expected_NK: Floats
     drafted_N: Ints
     right_N: Ints
     tokens: int
@@ -171,7 +201,7 @@ def replay(
     """
     generator, gamma, number = np.random.default_rng(seed), max(task.gamma for task in traffic), 0
     history, policy = Acceptance(gamma), LookAhead(cost)
-    history._beliefs = estimator  # type: ignore[assignment]
+    history._estimates = estimator  # type: ignore[assignment]
     found = []
     for task in traffic:
         live: list[Live] = []
@@ -195,9 +225,9 @@ def replay(
             committed_R = np.minimum(accepted_R + 1, left_R)
             known_R, sure_R = known_verdicts(verified_R, accepted_R, committed_R)
             history.observe(ids, view, verified_R=known_R, accepted_R=sure_R)
-            believed_RK = np.ones((len(live), gamma))
-            believed_RK[:, : view.confidences_RK.shape[1]] = view.confidences_RK
-            parts.append((np.full(len(live), done), rows_R, believed_RK, drafted_R, right_R))
+            expected_RK = np.ones((len(live), gamma))
+            expected_RK[:, : view.confidences_RK.shape[1]] = view.confidences_RK
+            parts.append((np.full(len(live), done), rows_R, expected_RK, drafted_R, right_R))
             total = np.array([len(live) + int(verified_R.sum())])
             spent = cost.seconds(total, len(live), float(np.mean(contexts)))
             spent += cost.draft_seconds(int((drafted_R > 0).sum()))
@@ -216,11 +246,11 @@ def replay(
 
 @dataclass(frozen=True)
 class Score:
-    """How good the beliefs of one estimator were in some rounds.
+    """How good the estimates of one estimator were in some rounds.
 
     Attributes:
         ece, worst: expected calibration error of the survival a_k in per cent: mean over positions, and the largest.
-        chance: the mean that perfect beliefs would show in so many different rounds.
+        chance: the mean that perfect estimates would show in so many different rounds.
         log_loss: of the verdicts of a whole draft, in nats per round.
     """
 
@@ -232,18 +262,18 @@ class Score:
 
 def score(parts: Sequence[tuple[Replayed, Ints]]) -> Score:
     """Of the chosen rounds of some replays."""
-    believed_NK = np.concatenate([one.believed_NK[chosen] for one, chosen in parts])
+    expected_NK = np.concatenate([one.expected_NK[chosen] for one, chosen in parts])
     drafted_N = np.concatenate([one.drafted_N[chosen] for one, chosen in parts])
     right_N = np.concatenate([one.right_N[chosen] for one, chosen in parts])
     different = len({(id(one.task), int(row)) for one, chosen in parts for row in one.row_N[chosen]})
-    survival_NK, errors, chances, loss = np.cumprod(believed_NK, axis=1), [], [], 0.0
-    for k in range(believed_NK.shape[1]):
+    survival_NK, errors, chances, loss = np.cumprod(expected_NK, axis=1), [], [], 0.0
+    for k in range(expected_NK.shape[1]):
         judged_N = drafted_N > k
         predicted_N, outcome_N = survival_NK[judged_N, k], (right_N[judged_N] > k).astype(np.float64)
         errors.append(100 * ece(predicted_N, outcome_N))
         chances.append(100 * ece_noise(predicted_N) * np.sqrt(len(drafted_N) / different))
         reached_N = judged_N & (right_N >= k)
-        loss += float(log_loss(believed_NK[reached_N, k], (right_N[reached_N] > k).astype(np.float64)).sum())
+        loss += float(log_loss(expected_NK[reached_N, k], (right_N[reached_N] > k).astype(np.float64)).sum())
     return Score(float(np.mean(errors)), max(errors), float(np.mean(chances)), loss / len(drafted_N))
 
 
