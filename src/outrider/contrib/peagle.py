@@ -11,6 +11,8 @@ Departures from the paper: one layer, EAGLE-3's, where it stacks several (deeper
 instead of keys alone); the mask token's embedding is the target's, frozen; every anchor of a step trains all of its
 rows, where the paper thins out deep ones to bound memory (the anchors of a step bound it here).
 
+Training: ce CE + l1 ||p_d - p_t||_1 at every draft position, a weighted mean (`DraftRows.loss`, drafters/base.py).
+
 Source: P-EAGLE, arXiv 2602.01469; the learned aux hidden states as in speculators' `mask_hidden`.
 Shapes: S context slots, N anchors, K = gamma rows, L aux layers, H hidden, Q heads, E head dim.
 """

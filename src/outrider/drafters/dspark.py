@@ -2,6 +2,7 @@
 
     logits_k = U_k + W2 l_k(x_{k-1}, h_k)      U_k from the parallel backbone, l_k from drafters/heads.py
     c_k      = sigmoid(w^T [h_k; W1[x_{k-1}]])
+    loss     = sum_k w_k [ce CE + l1 ||p_d - p_t||_1 + confidence BCE(c_k, 1 - ||p_d - p_t||_1 / 2)] / sum_k w_k
 
 Source: DSpark, arXiv 2607.05147. Parameter names are those of the DeepSpec dialect. `markov_rank: 0` without a
 confidence head is DeepSpec's own spelling of DFlash.

@@ -18,6 +18,8 @@ stands at its token's position, where the official code counts from its feature:
 An anchor with nothing before it drafts from a feature of zeros. Checkpoints of other makers differ from it in the six
 flags that end the config; they are served and trained as they are.
 
+Training: ce CE + l1 ||p_d - p_t||_1 at every draft position, a weighted mean (`DraftRows.loss`, drafters/base.py).
+
 Source: EAGLE-3, arXiv 2503.01840; parameter names are those of the official checkpoints.
 Shapes: S context slots, N anchors, X rows, L aux layers, H hidden, Q heads, G kv heads, E head dim.
 """

@@ -7,6 +7,8 @@ f is the target's last hidden state at the token before the anchor (drafters/med
 no weights, because hidden states and embeddings differ in size by orders of magnitude, and by target. Head k has k + 1
 blocks of H inputs, so parameters grow with K squared.
 
+Training: ce CE + l1 ||p_d - p_t||_1 at every draft position, a weighted mean (`DraftRows.loss`, drafters/base.py).
+
 Source: Hydra, arXiv 2402.05109. Departures: the target's frozen LM head instead of one per head, as in Medusa here; the
 skip around the first layer is f itself, where the release passes the whole concatenation through another matrix.
 The prefix attention of Hydra++ is left out: EAGLE is that idea (a layer over all earlier features) at more length.

@@ -12,6 +12,8 @@ target's frozen LM head (or its rows of a reduced draft vocabulary) makes the lo
 
     x = f + SiLU(W_0 z + b_0),  then  x + SiLU(W_l x + b_l)  for l = 1 .. num_layers - 1;    W = 0 at the start
 
+Training: ce CE + l1 ||p_d - p_t||_1 at every draft position, a weighted mean (`DraftRows.loss`, drafters/base.py).
+
 Sources: Medusa, arXiv 2401.10774, section 2.1; Hydra, arXiv 2402.05109.
 Shapes: R requests, N anchors, T new tokens, S context slots, L = 1 aux layer, K heads, H hidden, Z inputs of the first
     layer.

@@ -21,6 +21,8 @@ norm, as in SGLang: h^k is then the same kind of quantity for every k. vLLM hand
 embedding at position 0 for zero; with gamma = 1 only the latter remains. Weights trained as in the paper with one depth
 know draft 1 only: any engine that reuses them asks for more than they learned, and this training is what unrolls it.
 
+Training: ce CE + l1 ||p_d - p_t||_1 at every draft position, a weighted mean (`DraftRows.loss`, drafters/base.py).
+
 Source: DeepSeek-V3, arXiv 2412.19437, section 2.2. Parameter names of a module are those of its checkpoints, but
 for `norm`: `shared_head.norm` there.
 Shapes: S context slots, N anchors, K = gamma draft positions, H hidden, Q heads, G kv heads, E head dim.
