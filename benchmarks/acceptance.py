@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.checkpoints.checkpoint import load_checkpoint
-from outrider.cli.common import load, training_dtype
 from outrider.data.responses import Sample, stored_samples
-from outrider.target.model import Target
+from outrider.target.model import Target, load_target
 from outrider.training.dataset import existing_responses
 from outrider.training.features import compute_features, measure_aux_scale
 from outrider.training.objective import BlockObjective
 from outrider.training.recipe import Precision
+from outrider.training.run import computing_dtype
 from outrider.training.setup import CALIBRATION_SAMPLES
 from outrider.training.watch import held_out_batches, held_out_metrics
 from outrider.utils.measure import dtype_name, machine, set_up, today, usable_device, versions
@@ -66,7 +66,7 @@ def main(
     """Expected accepted length of drafters along the same responses."""
     set_up(threads)
     device = usable_device("cpu")
-    model = load(target, device, training_dtype("auto", device, Console()))
+    model = load_target(target, computing_dtype("auto", device, Console().print), device)
     texts = {file.stem: stored_samples(file, existing_responses(file, model)[1]) for file in responses}
     table = Table("drafter", "text", "conversations", "T=0", "T=1")
     figures = []

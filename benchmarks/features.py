@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.checkpoints.checkpoint import load_checkpoint
-from outrider.cli.common import load, training_dtype
 from outrider.data.responses import Sample
 from outrider.drafters.base import DraftModule
-from outrider.target.model import Target
+from outrider.target.model import Target, load_target
 from outrider.training.feature_store import StoreDtype, decode, encode
 from outrider.training.features import Features, compute_features
 from outrider.training.objective import BlockObjective
 from outrider.training.recipe import load_recipe
+from outrider.training.run import computing_dtype
 from outrider.training.setup import prepare
 from outrider.training.watch import held_out_batches, held_out_metrics
 from outrider.utils.measure import set_up, usable_device
@@ -64,7 +64,9 @@ def main(
     chosen = load_recipe(recipe, overrides or [])
     set_up(chosen.threads)
     device = usable_device(chosen.device)
-    run = prepare(chosen, load(chosen.target, device, training_dtype(chosen.precision, device, Console())))
+    run = prepare(
+        chosen, load_target(chosen.target, computing_dtype(chosen.precision, device, Console().print), device)
+    )
     checkpoint = load_checkpoint(drafter or Path(chosen.out) / "drafter", run.target.device, run.target.num_layers)
     ids = checkpoint.weights.draft_ids_Vd
     if ids is None:

@@ -39,7 +39,6 @@ import typer
 
 import outrider
 from outrider.backends.openai import read_metrics
-from outrider.cli.serve import build_server
 from outrider.data.chat import Chat
 from outrider.data.sources import load_prompts
 from outrider.decoding.engine import Engine
@@ -47,6 +46,7 @@ from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import SamplingParams
+from outrider.serving.start import build_server
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import Target
 from outrider.utils.measure import machine, set_up, versions

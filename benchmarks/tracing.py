@@ -29,12 +29,12 @@ from rich.table import Table
 
 import outrider.decoding.engine as engine_module
 from outrider.api.model import load
-from outrider.cli.serve import build_server
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.text import TextStream
 from outrider.sampling import SamplingParams
 from outrider.serving.inspector import trace_json
+from outrider.serving.start import build_server
 from outrider.target.hub import EMBEDDED_ID
 from outrider.utils.measure import machine, versions
 

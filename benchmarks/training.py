@@ -27,13 +27,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.straightforward import StraightforwardObjective
-from outrider.cli.common import load
 from outrider.contrib.domino import Domino
 from outrider.data.responses import Sample, join_turns
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash2 import DFlash2
 from outrider.drafters.loss import ObjectiveConfig
-from outrider.target.model import Target
+from outrider.target.model import Target, load_target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.dataset import existing_responses, responses_path
 from outrider.training.features import FeatureSource
@@ -42,7 +41,7 @@ from outrider.training.objective import BlockObjective
 from outrider.training.recipe import Precision, Recipe, load_recipe
 from outrider.training.setup import fresh, new_drafter
 from outrider.training.trainer import build_optimizer
-from outrider.utils.measure import machine, quartiles, set_up, usable_device, versions
+from outrider.utils.measure import default_dtype, machine, quartiles, set_up, usable_device, versions
 
 _WARM_UP = 1
 
@@ -273,7 +272,7 @@ def main(
     set_up(threads or chosen.threads)
     fast, _ = training_dtype(usable_device(chosen.device))
     precisions = _precisions(precision or list(_PRECISIONS[:1] if fast == torch.float32 else _PRECISIONS))
-    target = load(chosen.target, chosen.device)
+    target = load_target(chosen.target, default_dtype(chosen.device), chosen.device)
     _, replies = existing_responses(responses or responses_path(chosen), target)
     samples = join_turns(reply for reply, _ in replies)[: (steps + 1) * chosen.optimizer.sequences_per_step]
     found = training_speed(chosen, target, samples, precisions, steps)
@@ -283,7 +282,7 @@ def main(
     Console().print(_speed_table(found))
     runs: list[RunSpeed] = []
     for each in precisions if epochs else []:
-        loaded = target if each == "float32" else load(chosen.target, chosen.device, torch.bfloat16)
+        loaded = target if each == "float32" else load_target(chosen.target, torch.bfloat16, chosen.device)
         runs += run_speed(chosen, loaded, samples, each, epochs)
     if runs:
         Console().print(_run_table(runs))

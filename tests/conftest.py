@@ -10,10 +10,6 @@ import pytest
 import torch
 
 import outrider.api.scheduling as scheduling
-import outrider.cli.calibrate as calibrate
-import outrider.cli.evaluate as bench_drafters
-import outrider.cli.evaluate as evaluate
-import outrider.cli.generate as generate
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import Target, load_target
 from tests.toys.command_line import Run, in_process
@@ -71,7 +67,4 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """`outrider ARGS` in this process: (exit status, stdout, stderr). Threads and allocator stay as they are."""
-
-    for module in (bench_drafters, calibrate, evaluate, generate):
-        monkeypatch.setattr(module, "set_up", lambda threads: None)
     return in_process(monkeypatch, capfd)

@@ -17,6 +17,7 @@ SOURCE, TESTS = ROOT / "src" / "outrider", ROOT / "tests"
 ROOMS = [  # a room imports itself and the rooms before it (docs/architecture.md); __init__ may import all
     "utils",
     "sampling",
+    "config",
     "target",
     "drafters",
     "checkpoints",

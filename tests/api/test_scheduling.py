@@ -13,7 +13,6 @@ import pytest
 import outrider
 import outrider.api.scheduling as scheduling
 from outrider.api.scheduling import BY_PROFILE, UNGATED, choose_scheduling
-from outrider.cli.serve import build_server
 from outrider.data.sources import TaskSettings
 from outrider.decoding.cost import Curve, LearnedCost
 from outrider.decoding.drafting import Drafting
@@ -27,6 +26,7 @@ from outrider.drafters.draft import TreeSize
 from outrider.drafters.ngram import HybridDrafter
 from outrider.evaluation.evaluate import evaluate
 from outrider.sampling import SamplingParams
+from outrider.serving.start import build_server
 from outrider.target.model import Target
 from tests.toys.profiles import cells_of, linear, profile_of
 from tests.toys.shipped import tasks_file

@@ -24,6 +24,7 @@ from outrider.backends.openai import Endpoint, Part, ServerBackend, acceptance_b
 from outrider.backends.registry import engine_of, server_of, servers
 from outrider.backends.transformers import HfDecoder, load_causal_lm
 from outrider.decoding.request import Request, StopRules
+from outrider.evaluation.loadtest.config import Sla
 from outrider.evaluation.loadtest.engines import (
     SequentialBackend,
     mlx_engine,
@@ -31,7 +32,7 @@ from outrider.evaluation.loadtest.engines import (
     transformers_engine,
 )
 from outrider.evaluation.loadtest.load import Ask, ClosedLoop, LoadConfig, WallClock, Window, run_load
-from outrider.evaluation.loadtest.metrics import Journal, Sla, summarise
+from outrider.evaluation.loadtest.metrics import Journal, summarise
 from outrider.evaluation.loadtest.sweep import Sweep, run_sweep
 from tests.toys import fake_engine
 from tests.toys.dialects import made

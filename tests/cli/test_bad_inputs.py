@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ import pytest
 import outrider.cli.main as main
 from outrider.checkpoints.checkpoint import add_metadata
 from outrider.evaluation.draft_cost import DraftCosts
-from outrider.evaluation.loadtest.load import Traffic
+from outrider.evaluation.loadtest.config import Traffic
 from outrider.evaluation.loadtest.metrics import Frontier, Metrics, PointSummary
 from outrider.evaluation.loadtest.traces import Response, Traces
 from tests.toys.bad_inputs import Case, every_case
@@ -27,7 +26,6 @@ from tests.toys.target_directory import save_toy_drafter, save_toy_recipe, save_
 
 _SECONDS = 60  # a hang, on any machine: a case takes under a second on a quiet one
 _RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # no terminal here: what is left of these came from the input
-_VERBS = ("calibrate", "evaluate", "generate", "bench", "data", "recipe", "experiment", "train")
 
 
 class _Late(BaseException):
@@ -80,8 +78,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads and the hub are left alone; templates may take half a second."""
-    for module in _VERBS:
-        monkeypatch.setattr(import_module(f"outrider.cli.{module}"), "set_up", lambda threads: None)
+    monkeypatch.setattr("outrider.utils.measure.set_up", lambda threads: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("outrider.data.chat._TEMPLATE_SECONDS", 0.5)
 

@@ -21,15 +21,13 @@ from typer.testing import CliRunner
 
 import outrider.checkpoints.published as published
 import outrider.cli.main as main
+import outrider.config as cfg
 from outrider.api.drafter import DrafterChoice
-from outrider.backends.registry import exporters
+from outrider.backends.registry import exporters, servers
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, save_drafter
 from outrider.checkpoints.published import published_for
 from outrider.checkpoints.registry import tree_methods
-from outrider.cli import options as opt
-from outrider.cli.bench import kinds
-from outrider.cli.evaluate import other_choices
-from outrider.decoding.profile import ProfileConfig
+from outrider.cli.command import config_value
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.draft import TREE_FORM
@@ -37,9 +35,10 @@ from outrider.drafters.eagle3 import Eagle3, Eagle3Config
 from outrider.drafters.hydra import Hydra, HydraConfig
 from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.evaluation.comparison import conditions_of, differences
-from outrider.evaluation.loadtest.metrics import Sla
+from outrider.evaluation.loadtest.config import BACKENDS
 from outrider.evaluation.model_card import eval_command, measured
 from outrider.evaluation.results import Results
+from outrider.evaluation.verbs import other_choices
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import load_target
 from outrider.utils.packaged import Kind, packaged
@@ -150,7 +149,7 @@ def test_help_of_a_verb_fits_a_screen(verb: str) -> None:
     options = [option for option in parser(verb).params if any(name.startswith("--") for name in option.opts)]
     hidden = [option for option in options if option.hidden]
     assert len(options) - len(hidden) <= 20
-    assert ("--help-all" in text and "--config" in text) == bool(hidden)
+    assert ("--help-all" in text) == bool(hidden) and ("--config" in text) == (len(options) > 1)
     words = " ".join(text.replace("│", " ").split())
     for option in options:
         if not option.hidden and option.show_default and option.default not in (None, False, True, ""):
@@ -279,13 +278,15 @@ def test_paths_in_a_file_of_options_are_relative_to_it(tmp_path: Path, monkeypat
 
 
 def test_every_option_that_takes_a_path_takes_it_from_beside_the_file(tmp_path: Path) -> None:
-    """A new option of text is in cli/options.py as one that takes paths, or here as one that takes none."""
+    """A new option of text says where it is looked for (`beside`), or is here as one that is no path."""
     (tmp_path / "here").touch()
     none = {"label", "tree", "typical", "device", "stop", "host", "name", "contexts", "temperature", "concurrency",
             "rates", "variants", "against", "user_speeds", "base_url", "baseline_url", "served_model", "engine_args",
-            "block_size", "model", "routing", "backend"}  # fmt: skip
+            "block_size", "backend", "temperatures", "base_urls", "rows", "question", "title", "license", "source",
+            "to", "dtype"}  # fmt: skip
     for verb in VERBS:
-        params = parser(verb).params
+        command = parser(verb)
+        params = command.params
         if not any("--config" in param.opts for param in params):
             continue
         for param in params:
@@ -293,7 +294,7 @@ def test_every_option_that_takes_a_path_takes_it_from_beside_the_file(tmp_path: 
                 continue
             annotation = param.type_descriptor.annotation
             if {str, Path} & {annotation, *get_args(annotation)}:
-                found = opt._config_value(param, "here", place=tmp_path / "options.yaml")
+                found = config_value(param, command.fields[param.name], "here", place=tmp_path / "options.yaml")
                 assert found == ("here" if param.name in none else str(tmp_path / "here")), (verb, param.name)
 
 
@@ -309,7 +310,7 @@ def test_misspelt_commands_end_in_one_line(run: Run) -> None:
     check_error(run("evaluate"), "No such command 'evaluate'")
     check_error(run("eval", "--out", "there"), "Missing option '--target'")
     check_error(run("eval", "--tmperature", "1"), "No such option: --tmperature")
-    check_error(run("bench", "--backend", "vlm", "--tasks", "a", "--out", "b"), "--backend vlm is none of local")
+    check_error(run("bench", "--backend", "vlm", "--tasks", "a", "--out", "b"), "--backend 'vlm': choose one of local")
     assert run()[0] == 2
     check_error(run("genrate", "hi"), "Did you mean 'generate'?")
     check_error(run("features", "plam"), "Did you mean 'plan'?")
@@ -472,7 +473,7 @@ def test_drafts_that_branch(run: Run, toy: Path, tmp_path: Path) -> None:
     assert results.drafter is not None and results.drafter.label == "eagle3 6,depth=2,top_k=3"
     check_error(run(*command, "--drafter", tmp_path / "hydra", "--tree", "6,depth=2"), "ask for 6 nodes alone")
     check_error(run(*command, *eagle, "--tree", "6,width=2"), "write NODES[,depth=D][,top_k=K]")
-    check_error(run(*command, *eagle, "--tree", 6, "--confidence-threshold", 0.5), "no confidence of its own")
+    check_error(run(*command, *eagle, "--tree", 6, "--confidence-threshold", 0.5), "--tree with --confidence-threshold")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.jsonl").write_text(tasks.read_text())
     both = ("--tasks", f"{tasks},{tmp_path}/other/mine.jsonl")
@@ -553,7 +554,7 @@ def test_mistakes_in_tasks_and_drafters(run: Run, toy: Path, tmp_path: Path) -> 
     check_error(evaluate_("eval_math", toy / "other"), "made for another target: vocab_size")
     both = ("--draft-length", 3, "--confidence-threshold", 0.5)
     check_error(evaluate_("eval_math", toy / "drafter", *both), "--draft-length or --confidence-threshold, not both")
-    check_error(evaluate_("eval_math", toy / "drafter", "--top-p", 2), "top_p=2.0")
+    check_error(evaluate_("eval_math", toy / "drafter", "--top-p", 2), "--top-p 2.0")
     assert not (tmp_path / "out").exists()
 
 
@@ -562,7 +563,7 @@ def test_mistakes_in_prompts_and_targets(run: Run, toy: Path, tmp_path: Path) ->
     check_error(run("generate", " \n", *target), "the prompt is empty")
     check_error(run("generate", "hi", *target, "--drafter", tmp_path), "has no config.json")
     check_error(run("generate", "hi", *target, "--stop", ""), "an empty stop string")
-    check_error(run("generate", "hi", *target, "--top-p", 0), "top_p=0.0 must be in (0, 1]")
+    check_error(run("generate", "hi", *target, "--top-p", 0), "--top-p 0.0")
     check_error(run("generate", "x" * 300, *target), "reads 256")
     check_error(run("generate", "hi", "--target", tmp_path), "without config.json")
     config, toy_config = tmp_path / "config.json", json.loads((toy / "target" / "config.json").read_text())
@@ -661,18 +662,13 @@ def test_help_and_options_of_all_verbs_import_no_pytorch() -> None:
 
 
 def test_names_and_defaults_that_help_writes_out_are_the_ones_in_use() -> None:
-    assert (opt.SMOLLM2, opt.TREE_FORM) == (EMBEDDED_ID, TREE_FORM)
-    named, _ = opt.TREE_METHODS.split(" and ")
+    assert (cfg.SMOLLM2, cfg.TREE_FORM) == (EMBEDDED_ID, TREE_FORM)
+    named, _ = cfg.TREE_METHODS.split(" and ")
     assert set(named.split(", ")) <= set(tree_methods())
-    assert opt.BACKENDS.split(", ") == kinds()
-    assert opt.EXPORTERS.split(", ") == [engine.name for engine in exporters()]
-    engine = {"sla_ttft": Sla.ttft, "sla_tokens_per_second": Sla.tokens_per_second, "token_budget": 512}
-    assert EngineConfig.token_budget == 512
-    steps = {name: getattr(ProfileConfig, name) for name in ("max_requests", "max_tokens", "repeats", "seconds")}
-    contexts = ",".join(map(str, ProfileConfig.contexts))
-    for verb, wanted in (("bench", engine), ("simulate", engine), ("profile", {**steps, "contexts": contexts})):
-        found = {param.name: param.default for param in parser(verb).params}
-        assert {name: found[name] for name in wanted} == wanted, verb
+    assert list(BACKENDS) == ["local", "transformers", *(engine.name for engine in servers()), "mlx"]
+    assert cfg.EXPORTERS.split(", ") == [engine.name for engine in exporters()]
+    for verb in ("bench", "simulate", "serve"):
+        assert {param.name: param.default for param in parser(verb).params}["token_budget"] == EngineConfig.token_budget
 
 
 def test_the_version_is_the_package_s(run: Run) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 import outrider
 import outrider.checkpoints.published as published
 import outrider.training.state as state
-from outrider.cli import demo, train
+from outrider.cli import demo
 from outrider.data.responses import read_responses
 from outrider.evaluation.html_report import find_sources
 from outrider.target.model import load_target
@@ -31,8 +31,6 @@ RECIPE = "optimizer: {steps: 4, sequences_per_step: 2, anchors_per_sequence: 2}\
 @pytest.fixture
 def directory(tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A target, its drafter as a packaged one, a recipe, and responses to its prompts as packaged ones."""
-    for module in (demo, train):
-        monkeypatch.setattr(module, "set_up", lambda threads: None)
     (tmp_path / "target").symlink_to(toy / "target")
     save_toy_recipe(tmp_path, RECIPE)
     monkeypatch.setattr(published, "shipped_drafter", lambda target: toy / "drafter")

@@ -15,7 +15,6 @@ from typer.main import get_command
 
 import outrider.checkpoints.published as published
 import outrider.cli.main as main
-import outrider.cli.recipe as recipes
 import outrider.cli.train as train
 from outrider.checkpoints.checkpoint import add_metadata, load_checkpoint
 from outrider.data.chat import Chat, render
@@ -45,8 +44,6 @@ def place(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(toy / "target", tmp_path / "mine")
     (tmp_path / "mine" / "README.md").write_text(f"---\nbase_model: {toy / 'target'}\n---\n")
     monkeypatch.setattr(published, "_places", lambda: [tmp_path / "models"])
-    for module in (recipes, train):
-        monkeypatch.setattr(module, "set_up", lambda threads: None)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
@@ -107,7 +104,7 @@ def test_a_fine_tune_goes_on_from_the_drafter_of_its_base(place: Path, toy: Path
 
 
 def test_nothing_is_written_over(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes, "_estimated", lambda *_, **__: "not asked for")
+    monkeypatch.setattr(train, "_estimated", lambda *_, **__: "not asked for")
     out, prompts = place / "first", write(place / "p.jsonl", "abcdefgh")
     command = ("init", "--target", place / "mine", "--prompts", prompts, "--out", out)
     assert run(*command)[0] == 0
@@ -124,7 +121,7 @@ def test_nothing_is_written_over(place: Path, run: Run, monkeypatch: pytest.Monk
 def test_without_prompts_packaged_ones_are_split_and_not_added_again(
     place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipes, "_estimated", lambda *_, **__: "not asked for")
+    monkeypatch.setattr(train, "_estimated", lambda *_, **__: "not asked for")
     status, said, _ = run("init", "--target", place / "mine", "--out", place / "first")
     assert status == 0 and "none given, so packaged ones are used" in said
     assert [source.path for source in load_recipe(place / "first" / "recipe.yaml").data.prompts] == [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from outrider.cli.recipe import packaged_recipes
+from outrider.cli.train import packaged_recipes
 from outrider.training.recipe import load_recipe, recipe_fields, recipe_schema
 from tests.toys.command_line import Run, check_error, in_process
 

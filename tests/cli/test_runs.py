@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli import runs
+from outrider.training import runs
 from outrider.training.trainer import Trainer
 from outrider.utils.locks import LOCK, sole_process
 from tests.toys.command_line import Run, check_error, in_process

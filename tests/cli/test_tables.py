@@ -18,9 +18,9 @@ from outrider.evaluation.calibration.fit import Calibration, ScalingError, Sweep
 from outrider.evaluation.comparison import Comparison, terminal
 from outrider.evaluation.draft_cost import cost_table, load_costs
 from outrider.evaluation.figures import table
+from outrider.evaluation.loadtest.bench import side_by_side
 from outrider.evaluation.loadtest.metrics import Frontier
 from outrider.evaluation.loadtest.simulate import compare
-from outrider.evaluation.loadtest.sweep import side_by_side
 from outrider.evaluation.results import Results
 from tests.toys.command_line import Run
 
@@ -75,7 +75,7 @@ TABLES: dict[str, Callable[[Path], Callable[[Console], None]]] = {
         sweep_table([SweepPoint(**p) for p in json.loads((MEASURED / "calibration-gsm8k" / "sweep.json").read_text())])
     ),
     "profile": lambda _: lambda console: print_tables(Profile.load(MEASURED / "load" / "profile.json"), 256, console),
-    "bench": lambda _: lambda console: bench._print(Frontier.load(MEASURED / "load" / "frontier.json"), console),
+    "bench": lambda _: lambda console: bench.show_points(Frontier.load(MEASURED / "load" / "frontier.json"), console),
     "bench-table": lambda directory: views(engines(directory)),
     "simulate": lambda _: views(bench.points_table(Frontier.load(MEASURED / "load" / "frontier.json").points)),
     "simulate --validate": simulated,

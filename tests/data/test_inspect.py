@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.cli.data import inspect_command
+from outrider.cli.data import inspect
 from outrider.cli.main import app
+from outrider.data.config import InspectConfig
 from outrider.data.inspection import STYLES, html_page, pieces, rows_of, terminal_text
 from outrider.data.responses import FORMAT, Reply, Sample
 from tests.toys.tokenizer import byte_tokenizer, ids
@@ -135,12 +136,11 @@ def test_the_command(tmp_path: Path, toy: Path) -> None:
 
 def test_mistakes(tmp_path: Path, toy: Path) -> None:
     path = write(tmp_path / "r.jsonl")
-    options = {"target": None, "row": None, "limit": 5, "tokens": False, "html": None}
     with pytest.raises(ValueError, match="model 'nowhere' was found in none of three places"):
-        inspect_command(path, **options)  # type: ignore[arg-type]
+        inspect(InspectConfig(path=path))
     with pytest.raises(ValueError, match="has 2 rows, numbered from 0; there is no row 2"):
-        inspect_command(path, **{**options, "row": 2})  # type: ignore[arg-type]
+        inspect(InspectConfig(path=path, row=2))
     with pytest.raises(ValueError, match="no responses file"):
-        inspect_command(tmp_path / "x.jsonl", **options)  # type: ignore[arg-type]
+        inspect(InspectConfig(path=tmp_path / "x.jsonl"))
     with pytest.raises(ValueError, match="is not a drafter dialect Outrider reads"):
-        inspect_command(toy, **options)  # type: ignore[arg-type]
+        inspect(InspectConfig(path=toy))

@@ -13,13 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
-import outrider.cli.data as data_verbs
-from outrider.data.regenerate import DataSection
+import outrider.training.responses as job
+from outrider.cli.command import parse
+from outrider.cli.data import prepare
 from outrider.data.responses import companion_file, read_responses
 from outrider.target.model import Target, load_target
 from outrider.training import dataset
 from outrider.training.dataset import existing_responses, recipe_samples
 from outrider.training.recipe import Recipe
+from outrider.training.responses import ResponseJob
 from tests.toys.command_line import check_error, in_process
 from tests.toys.openai_server import ToyServer, dead_url, serving
 from tests.toys.tokenizer import byte_tokenizer
@@ -306,24 +308,20 @@ def test_training_uses_a_finished_file_as_it_is(zygote: Zygote, toy: Path, serve
 
 
 def test_a_directory_of_prompts_on_the_command_line_comes_before_the_recipes(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
-    asked: list[DataSection] = []
-    monkeypatch.setattr(data_verbs, "set_up", lambda threads: None)
-    monkeypatch.setattr(data_verbs, "run", lambda data, *_, **__: asked.append(data))
-    run, recipe = in_process(monkeypatch, capfd), tmp_path / "recipe.yaml"
+    recipe = tmp_path / "recipe.yaml"
     section = {"prompts": [{"path": "mine"}], "directory": "/recipes"}
     recipe.write_text(json.dumps({"target": "t", "out": str(tmp_path), "data": section}))
     for given, expected in ((("--data-dir", "/given"), "/given"), ((), "/recipes")):
-        assert run("prepare", "--recipe", recipe, *given)[0] == 0
-        assert asked.pop().directory == expected
+        config = parse(prepare, "prepare", ["--recipe", str(recipe), *given])
+        assert ResponseJob.of(config).data.directory == expected
 
 
 def test_what_cannot_be_is_refused_before_the_target_is_loaded(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(data_verbs, "set_up", lambda threads: None)
-    monkeypatch.setattr(data_verbs, "load", lambda *_, **__: pytest.fail("the target is loaded"))
+    monkeypatch.setattr(job, "load_target", lambda *_, **__: pytest.fail("the target is loaded"))
     run, out = in_process(monkeypatch, capfd), tmp_path / "out" / "r.jsonl"
     check_error(run(*command(toy, out, "--max-new-tokens", 9999)), "--max-prompt-tokens + --max-new-tokens is 10199")
     (tmp_path / "bad.jsonl").write_text('{"id": "1"}\n')

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import outrider.decoding.profile as module
+from outrider.decoding.config import ProfileConfig
 from outrider.decoding.cost import Curve, Profile
-from outrider.decoding.profile import QUICK, ProfileConfig, grid, machine_profile, profile_path, setting_of
+from outrider.decoding.profile import QUICK, grid, machine_profile, profile_path, setting_of
 from outrider.drafters.base import Drafter
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.target.model import Target

@@ -18,15 +18,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import outrider.cli.calibrate as profile_verb
 import outrider.cli.main as main
 import outrider.decoding.profile as profile_module
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
+from outrider.decoding.config import ProfileConfig
 from outrider.decoding.cost import Additive, Cell, LearnedCost, Profile, SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.policies import PrefixScheduler, StepView
 from outrider.decoding.profile import (
-    ProfileConfig,
     break_even,
     forward_jobs,
     measure_profile,
@@ -366,7 +365,7 @@ Run = Callable[..., str]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """`outrider profile ARGS` in this process, on one thread: what it prints, or the mistake it names."""
-    monkeypatch.setattr(profile_verb, "set_up", lambda threads: torch.set_num_threads(1))
+    monkeypatch.setattr("outrider.utils.measure.set_up", lambda threads: torch.set_num_threads(1))
 
     def call(*args: object) -> str:
         result = CliRunner().invoke(main.app, ["profile", *map(str, args)], env={"COLUMNS": "160"})
@@ -447,7 +446,7 @@ def test_the_verb_without_a_drafter_and_its_mistakes(run: Run, toy: Path, tmp_pa
     out.unlink()
     for options, message in (
         (("--contexts", "300", "--max-tokens", 32), r"need 332 positions, .*/target has 256; lower --contexts"),
-        (("--contexts", "8,x"), "--contexts '8,x': give numbers of tokens"),
+        (("--contexts", "8,x"), "--contexts '8,x'"),
         (("--contexts", "8,8"), r"contexts \[8, 8\] must be different"),
         (("--max-tokens", 8), "max_tokens=8 is below max_requests=32"),
     ):
@@ -489,7 +488,7 @@ def test_requests_are_profiled_at_the_temperatures_that_are_served(monkeypatch: 
     assert profile.temperatures == [0.0, 0.7]
     assert verified == [[0.0], [0.0, 0.7], [0.0, 0.7, 0.0], [0.0, 0.7, 0.0]]
     assert {len(one): one for one in drafted} == {1: [0.0], 2: [0.0, 0.7], 3: [0.0, 0.7, 0.0]}
-    with pytest.raises(ValueError, match="temperature=-1"):
+    with pytest.raises(ValueError, match="--temperature -1"):
         ProfileConfig(temperatures=(0.0, -1.0))
 
 

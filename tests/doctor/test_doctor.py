@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-import outrider.cli.evaluate as doctor
 import outrider.doctor.examine as run
 import outrider.drafters.dflash as packed
 import outrider.drafters.layers as attention
@@ -430,7 +429,7 @@ def test_a_check_that_breaks_is_a_fault_and_stops_nothing(
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
-    monkeypatch.setattr(doctor, "set_up", lambda threads: None)
+    monkeypatch.setattr("outrider.utils.measure.set_up", lambda threads: None)
     yield lambda *args: CliRunner().invoke(app, ["doctor", *map(str, args)])
 
 

@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 
 import outrider.checkpoints.registry as catalogue
-import outrider.cli.evaluate as doctor
-import outrider.cli.evaluate as evaluate
-import outrider.cli.train as train
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.checkpoints.registry import Method
 from outrider.data.responses import read_responses
@@ -64,9 +61,6 @@ eval_every: 30
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """`outrider ARGS` in this process: (exit status, stdout, stderr)."""
-    for module in (doctor, evaluate, train):
-        monkeypatch.setattr(module, "set_up", lambda threads: None)
-
     return in_process(monkeypatch, capfd)
 
 

@@ -20,8 +20,9 @@ from statistics import mean
 
 import pytest
 
+from outrider.backends.config import ExportConfig
+from outrider.backends.export import run_export
 from outrider.checkpoints.checkpoint import load_checkpoint
-from outrider.cli.checkpoints import export_command
 from outrider.data.chat import render
 from outrider.data.sources import load_prompts
 from outrider.evaluation.loadtest.metrics import Journal
@@ -44,7 +45,7 @@ def exported(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     conversations = load_prompts("eval_math", KNOWN)
     prompts = [render(smollm.tokenizer, conversation.turns, []) for conversation in conversations]
     directory = train_until(KNOWN_LENGTH, "dflash", smollm, answer(smollm, prompts), root / "training").directory
-    export_command(directory, to="vllm", out=root / "vllm")
+    run_export(ExportConfig(drafter=directory, to="vllm", out=root / "vllm"))
     rows = [{"id": conversation.id, "turns": conversation.turns} for conversation in conversations]
     (root / "known.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root

@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
-from rich.console import Console
 
-import outrider.cli.data as prepare
-import outrider.cli.experiment as experiment
-import outrider.cli.train as train
 import outrider.data.sources as sources
-from outrider.cli.experiment import check_experiment
+import outrider.evaluation.run_experiment as experiment
+from outrider.cli.experiment import settings_of
 from outrider.evaluation.comparison import Comparison
 from outrider.evaluation.experiment import ExperimentTable, Row, Stage, load_table, plan
+from outrider.evaluation.run_experiment import check_experiment
 from outrider.training.dataset import recipe_prompts
 from outrider.training.recipe import load_recipe
 from outrider.utils.packaged import PACKAGE
@@ -207,7 +204,7 @@ def test_rows_under_other_conditions(run: Run, tmp_path: Path) -> None:
     """All rows once more, in directories and a comparison of their own."""
     path = write(tmp_path, conditions={"sampled": {"temperature": 1.0}}, seeds=[0])
     stages = plan(load_table(path))
-    check_experiment(load_table(path), path, stages)
+    check_experiment(load_table(path), path, stages, settings_of)
     verbs = [stage.args[0] for stage in stages]
     assert verbs == ["prepare", *["train"] * 2, *["eval"] * 6, "bench-drafters", "compare", "compare"]
     outputs = [str(stage.output.parent.name) for stage in stages if stage.args[0] == "eval" and stage.output]
@@ -300,7 +297,7 @@ def test_every_table_of_the_project_begins_as_shipped(path: Path, alone: None) -
     """All that is checked before its first command: tasks are read, verbs take their options, rows are comparable."""
     table = load_table(path)
     stages = plan(table)
-    check_experiment(table, path, stages)
+    check_experiment(table, path, stages, settings_of)
     assert stages[0].args[0] == "prepare" and stages[-1].args[0] == "compare"
     assert not any(stage.done for stage in stages)
 
@@ -370,7 +367,7 @@ def test_what_evaluation_would_miss_is_found_before_training(run: Run, tmp_path:
     (tmp_path / "mine" / "config.json").touch()
     for drafter in (tmp_path / "mine", tmp_path / "out/two/seed-1/drafter", tmp_path / "out/two/seed-0/best"):
         path = write(tmp_path, rows=rows(str(drafter)))
-        check_experiment(loaded := load_table(path), path, plan(loaded))
+        check_experiment(loaded := load_table(path), path, plan(loaded), settings_of)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +385,7 @@ def test_what_evaluation_would_miss_is_found_before_training(run: Run, tmp_path:
             {"rows": {"a": {"set": MEDUSA, "evaluate": {"tree": 6, "confidence_threshold": 0.3}}}},
             "row a: --tree with --confidence-threshold",
         ),
-        ({"rows": {"a": {}, "b": {"drafter_of": "a", "evaluate": {"top_p": 2}}}}, "row b: top_p=2.0 must be in"),
+        ({"rows": {"a": {}, "b": {"drafter_of": "a", "evaluate": {"top_p": 2}}}}, "row b: --top-p 2.0"),
         (
             {"rows": {"a": {}, "b": {"drafter_of": "a", "evaluate": {"temperature": 1}}}},
             "rows are not comparable: temperature: 0.0 (a), 1.0 (b). allow_different: true compares",
@@ -410,10 +407,10 @@ def test_what_may_be_asked_for(tmp_path: Path) -> None:
     rows["tree"] = {"drafter_of": "heads", "evaluate": {"tree": 16, "draft_length": 8}}
     rows["block"] = {"drafter_of": "a", "evaluate": {"block_size": 6, "confidence-threshold": 0.3}}
     path = write(tmp_path, rows=rows)
-    check_experiment(table := load_table(path), path, plan(table))
+    check_experiment(table := load_table(path), path, plan(table), settings_of)
     rows["lossy"] = {"drafter_of": "a", "evaluate": {"typical": "0.1,0.3"}}
     path = write(tmp_path, rows=rows, allow_different=True)
-    check_experiment(table := load_table(path), path, plan(table))
+    check_experiment(table := load_table(path), path, plan(table), settings_of)
 
 
 def test_the_table_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,14 +422,12 @@ def test_the_table_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Monk
     used = {field for row in yaml.safe_load(found)["rows"].values() for field in row}
     assert used == set(Row.model_fields)
     table = table.model_copy(update={"tasks": ["eval_math"]})
-    check_experiment(table, tmp_path / "table.yaml", plan(table))
+    check_experiment(table, tmp_path / "table.yaml", plan(table), settings_of)
 
 
 def test_a_table_from_prompts_to_the_comparison(
     run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (prepare, train):
-        monkeypatch.setattr(module, "set_up", lambda threads: None)
     prompts = [{"id": f"c{i}", "turns": ["word " + "abc"[i % 3] * (i % 7 + 1)]} for i in range(12)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
     heads = {"set": MEDUSA, "seeds": [0], "calibrate": {"tasks": ["tasks.jsonl"], "max_new_tokens": 80}}
@@ -522,7 +517,7 @@ def test_stages_side_by_side(scripts: None, tmp_path: Path, capsys: pytest.Captu
         ("eval", "f", "", "e"),
         ("bench-drafters", "d", "", ""),
     )
-    experiment.Runner(stages, jobs=2, logs=tmp_path / "logs", console=Console()).run()
+    experiment.Runner(stages, jobs=2, logs=tmp_path / "logs", say=print).run()
     assert all(stage.done for stage in stages)
     found = notes(tmp_path)
     order = [f"{name} {what}" for name, what, _ in found]
@@ -536,7 +531,7 @@ def test_stages_side_by_side(scripts: None, tmp_path: Path, capsys: pytest.Captu
     told = capsys.readouterr().out
     assert "[2/7] outrider train" in told and "[2/7] ended well after 0.0 min" in told
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [f"stamp-{name}.log" for name in "abcef"]
-    experiment.Runner(stages, jobs=2, logs=tmp_path / "logs", console=Console()).run()
+    experiment.Runner(stages, jobs=2, logs=tmp_path / "logs", say=print).run()
     assert notes(tmp_path) == found and capsys.readouterr().out.count("done: ") == 7
 
 
@@ -545,9 +540,9 @@ def test_a_stage_that_fails_ends_the_experiment(
 ) -> None:
     """The other one is told to save, and nothing else begins."""
     stages = stages_of(tmp_path, ("train", "a", "stay", ""), ("train", "b", "fail", "a"), ("train", "c", "", ""))
-    with pytest.raises(typer.Exit) as ended:
-        experiment.Runner(stages, jobs=2, logs=tmp_path / "logs", console=Console()).run()
-    assert ended.value.exit_code == 5
+    with pytest.raises(experiment.StageFailed) as ended:
+        experiment.Runner(stages, jobs=2, logs=tmp_path / "logs", say=print).run()
+    assert ended.value.status == 5
     assert [f"{name} {what}" for name, what, _ in notes(tmp_path)][2:] == ["a saved"]
     assert not any(stage.done for stage in stages)
     told = capsys.readouterr().out
@@ -558,10 +553,10 @@ def test_a_stage_that_stops_early_is_not_done(scripts: None, tmp_path: Path) -> 
     (stage,) = stages_of(tmp_path, ("prepare", "a", "", ""))
     stage = replace(stage, output=tmp_path / "responses.jsonl")
     with pytest.raises(ValueError, match="not complete"):
-        experiment.Runner([stage], jobs=1, logs=tmp_path, console=Console()).run()
+        experiment.Runner([stage], jobs=1, logs=tmp_path, say=print).run()
     assert not stage.done
     (tmp_path / "responses.jsonl").write_text("")
-    experiment.Runner([stage], jobs=1, logs=tmp_path, console=Console()).run()
+    experiment.Runner([stage], jobs=1, logs=tmp_path, say=print).run()
     assert stage.done
     (tmp_path / "responses.jsonl").unlink()
     assert not stage.done
@@ -571,7 +566,7 @@ def test_more_jobs_than_cores(tmp_path: Path) -> None:
     if not hasattr(os, "sched_getaffinity"):
         pytest.skip("this system does not bind processes to cores, so that any number of jobs is as good")
     with pytest.raises(ValueError, match=r"jobs 1000: this process may use \d+ cores"):
-        experiment.Runner([], jobs=1000, logs=tmp_path, console=Console())
+        experiment.Runner([], jobs=1000, logs=tmp_path, say=print)
 
 
 @pytest.mark.parametrize(("number", "jobs"), [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGTERM, 1)])
@@ -579,17 +574,16 @@ def test_stages_have_time_to_save(number: signal.Signals, jobs: int, tmp_path: P
     """As `outrider train` does: a signal, a second of saving, a status of its own."""
     rows = [("train", name, "stay", "") for name in "abc"]
     parent = f"""
-import sys, typer
+import sys
 from pathlib import Path
-from rich.console import Console
-import outrider.cli.experiment as experiment
+import outrider.evaluation.run_experiment as experiment
 from tests.evaluation.test_experiment import SCRIPT, stages_of
 experiment.command_of = lambda stage: [sys.executable, "-c", SCRIPT, *stage.args[1:]]
 directory = Path({str(tmp_path)!r})
 try:
-    experiment.Runner(stages_of(directory, *{rows!r}), jobs={jobs}, logs=directory, console=Console()).run()
-except typer.Exit as ended:
-    sys.exit(ended.exit_code)
+    experiment.Runner(stages_of(directory, *{rows!r}), jobs={jobs}, logs=directory, say=print).run()
+except experiment.StageFailed as ended:
+    sys.exit(ended.status)
 """
     process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True, cwd=ROOT)
     deadline = time.monotonic() + 300

@@ -11,7 +11,7 @@ import torch
 
 import outrider.evaluation.evaluate as evaluate
 from outrider.api.drafter import DrafterChoice
-from outrider.cli.evaluate import _how_to_train
+from outrider.evaluation.verbs import _how_to_train
 from outrider.evaluation.verdict import (
     Speedup,
     comparison_verdict,
@@ -277,5 +277,5 @@ def test_a_longer_training_goes_on_from_this_drafter_elsewhere(tmp_path: Path, p
     drafter.mkdir(parents=True)
     recipe.touch()
     (drafter / "outrider.json").write_text('{"format": 1, "recipe": {"optimizer": {"steps": 20}}}')
-    command = _how_to_train(DrafterChoice("directory", str(drafter)), "t", [], tasks=str(tmp_path / "test.jsonl"))
+    command = _how_to_train(DrafterChoice("directory", str(drafter)), "t", [], tasks=[str(tmp_path / "test.jsonl")])
     assert command == f"outrider train {recipe} start_from={drafter} out={tmp_path / out} optimizer.steps=40"

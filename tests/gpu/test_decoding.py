@@ -26,7 +26,7 @@ from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark
-from outrider.evaluation.loadtest.load import Traffic
+from outrider.evaluation.loadtest.config import Traffic
 from outrider.evaluation.loadtest.traces import record
 from outrider.sampling import SamplingParams
 from outrider.target.graphs import StepGraphs

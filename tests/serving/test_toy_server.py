@@ -20,9 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import outrider
 import outrider.api.model
 import outrider.api.scheduling
-import outrider.cli.bench as bench
-import outrider.cli.serve as serve
-import outrider.serving.connection as connection
+import outrider.serving.start
 from outrider.api.model import Model
 from outrider.backends.launch import free_port
 from outrider.decoding.engine import Engine
@@ -147,15 +145,14 @@ def test_the_thread_that_loads_has_ended_when_serving_begins(
         raise ValueError("nothing is measured in tests")
 
     running = Mock(started=True, run=lambda sockets: alive.append(threads[0].is_alive()))
-    monkeypatch.setattr(serve, "set_up", lambda threads: None)
-    monkeypatch.setattr(outrider.api.model, "load", noted)
-    monkeypatch.setattr(connection, "http_server", Mock(return_value=running))
+    monkeypatch.setattr(outrider.serving.start, "load", noted)
+    monkeypatch.setattr(outrider.serving.start, "http_server", Mock(return_value=running))
     monkeypatch.setattr(outrider.api.scheduling, "machine_profile", measured)
     status, _, errors = run("serve", "--target", toy / "target", "--drafter", toy / "drafter", "--port", free_port())
     assert status == 0, errors
     assert threads[0].daemon and alive == [False]
     assert threads == [threads[0]] * 2, "step costs are measured by forwards, which use OpenMP too"
-    monkeypatch.setattr(outrider.api.model, "load", Mock(side_effect=ValueError("no such target")))
+    monkeypatch.setattr(outrider.serving.start, "load", Mock(side_effect=ValueError("no such target")))
     plain = ("serve", "--target", toy / "target", "--drafter", "none", "--port")
     status, _, errors = run(*plain, free_port())
     assert status != 0 and "no such target" in errors
@@ -179,7 +176,6 @@ def test_bench_reads_the_counters(
     model: Model, toy: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`outrider bench` measures this server as it does vLLM: accepted lengths are those of the server's counters."""
-    monkeypatch.setattr(bench, "set_up", lambda threads: None)
     (tmp_path / "tasks.jsonl").write_text('{"turns": ["number 1"]}\n{"turns": ["number 2"]}\n')
     load = ["--tasks", tmp_path / "tasks.jsonl", "--concurrency", 2, "--requests-per-point", 2, "--max-new-tokens", 8]
     with serving(model) as served:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
+from typer.testing import CliRunner, Result
 
 import outrider.cli.main as main
 
@@ -15,7 +16,8 @@ Run = Callable[..., tuple[int, str, str]]  # exit status, stdout, stderr
 
 
 def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *verb: str) -> Run:
-    """What runs `outrider VERB ARGS` here and gives (exit status, stdout, stderr)."""
+    """What runs `outrider VERB ARGS` here and gives (exit status, stdout, stderr). Threads and allocator stay."""
+    monkeypatch.setattr("outrider.utils.measure.set_up", lambda threads: None)
 
     def call(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["outrider", *verb, *map(str, args)])
@@ -29,6 +31,11 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
         return status, *capfd.readouterr()
 
     return call
+
+
+def invoke(*words: object, columns: int = 200) -> Result:
+    """`outrider WORDS` in this process; its exception is kept. `set_up` is the caller's to replace."""
+    return CliRunner().invoke(main.app, list(map(str, words)), env={"COLUMNS": str(columns)})
 
 
 def check_error(found: tuple[int, str, str], message: str) -> None:

@@ -16,11 +16,11 @@ import uvicorn
 
 import outrider.api.scheduling as scheduling
 from outrider.api.model import Model
-from outrider.cli.serve import build_server
 from outrider.decoding.engine import Engine
 from outrider.decoding.scheduler import EngineConfig
 from outrider.serving.app import Limits, Server
 from outrider.serving.connection import http_server
+from outrider.serving.start import build_server
 
 
 @dataclass

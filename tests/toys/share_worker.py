@@ -20,9 +20,10 @@ from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.checkpoints.describe import DrafterInfo
 from outrider.data.sources import TaskSettings
 from outrider.evaluation.evaluate import evaluate
+from outrider.evaluation.loadtest.config import Sla
 from outrider.evaluation.loadtest.engines import MeasuredEngine, compare_asked, transformers_engine
 from outrider.evaluation.loadtest.load import mixed_prompts
-from outrider.evaluation.loadtest.metrics import Journal, Sla
+from outrider.evaluation.loadtest.metrics import Journal
 from outrider.evaluation.loadtest.sweep import Sweep, Workload, run_workload
 from outrider.target.model import load_target
 from outrider.training.parallel import Ranks, join

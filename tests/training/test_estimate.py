@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import outrider.training.estimate as estimates
-from outrider.cli import data, train
 from outrider.target.model import Target, load_target
 from outrider.training.estimate import Estimate, estimate
 from outrider.training.recipe import load_recipe
@@ -40,8 +39,6 @@ def directory(tmp_path: Path, toy: Path) -> Path:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    for module in (data, train):
-        monkeypatch.setattr(module, "set_up", lambda threads: None)
     return in_process(monkeypatch, capfd)
 
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import outrider.cli.main as main
-import outrider.cli.train as features
+import outrider.training.run as training_run
 from tests.toys.command_line import Run, in_process
 from tests.toys.target_directory import save_toy_recipe, save_toy_target
 
@@ -26,7 +26,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """`outrider features ARGS` in this process: (exit status, stdout, stderr)."""
-    monkeypatch.setattr(features, "set_up", lambda threads: None)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -94,7 +93,7 @@ def test_mistakes(run: Run, recipe: Path, store: Path, monkeypatch: pytest.Monke
     assert "--only 77: the store has the shards 0 to" in run("write", recipe, "--only", 77)[2]
     assert "holds no feature store" in run("check", recipe)[2]
     monkeypatch.setattr("outrider.utils.files.free_bytes", lambda directory: 5)
-    monkeypatch.setattr(features, "load", lambda *_, **__: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(training_run, "load_target", lambda *_, **__: pytest.fail("a model is loaded"))
     monkeypatch.setattr("outrider.training.setup._CHECKPOINT_BYTES", 0)
     status, _, errors = run("write", recipe, "--yes")
     assert status == 2 and "the store still needs" in errors and "nothing was written" in errors and not store.exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import outrider.cli.train as train
+import outrider.training.run as training_run
 from outrider.training import machine
 from outrider.training.trainer import Trainer
 from tests.toys.command_line import Run, check_error, in_process
@@ -16,7 +16,6 @@ from tests.toys.command_line import Run, check_error, in_process
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """`outrider train ARGS` in this process; bfloat16 products take half as long as float32 ones."""
-    monkeypatch.setattr(train, "set_up", lambda threads: None)
     monkeypatch.setattr(machine, "_cached_ratio", lambda: 0.5)
     return in_process(monkeypatch, capfd, "train")
 
@@ -78,7 +77,7 @@ def test_a_finished_run_and_a_changed_one_load_nothing(
 
     def without_loading(*changes: str) -> tuple[int, str, str]:
         with monkeypatch.context() as patched:
-            patched.setattr(train, "load", loads)
+            patched.setattr(training_run, "load_target", loads)
             return run(recipe, *changes)
 
     check_error(without_loading("optimizer.steps=5"), "optimizer.steps was 3, is now 5")
@@ -99,7 +98,7 @@ def test_a_run_of_epochs_ends_after_them(run: Run, recipe: Path, monkeypatch: py
     """Four conversations in twos: its two steps are known when they are asked for again."""
     recipe.write_text(recipe.read_text().replace("steps: 3, ", "epochs: 1, "))
     assert run(recipe)[0] == 0
-    monkeypatch.setattr(train, "load", lambda *_, **__: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(training_run, "load_target", lambda *_, **__: pytest.fail("a model is loaded"))
     status, said, errors = run(recipe)
     assert status == 0, errors
     assert "already finished: 2 of 2 steps" in said
@@ -113,13 +112,13 @@ def test_prompts_are_read_before_a_model_is(
 ) -> None:
     prompts = recipe.parent / "prompts.jsonl"
     prompts.unlink() if text is None else prompts.write_text(text)
-    monkeypatch.setattr(train, "load", lambda *_, **__: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(training_run, "load_target", lambda *_, **__: pytest.fail("a model is loaded"))
     check_error(run(recipe), message)
 
 
 @pytest.fixture
 def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "load", lambda *_, **__: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(training_run, "load_target", lambda *_, **__: pytest.fail("a model is loaded"))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_a_run_that_patience_ended_is_finished(run: Run, recipe: Path, monkeypat
     status, said, errors = run(recipe, *ended, "watch.patience=1")
     assert status == 0 and "patience of 1 checks spent" in said, errors
     with monkeypatch.context() as patched:
-        patched.setattr(train, "load", lambda *_, **__: pytest.fail("a model is loaded"))
+        patched.setattr(training_run, "load_target", lambda *_, **__: pytest.fail("a model is loaded"))
         status, said, errors = run(recipe, *ended, "watch.patience=1")
         assert status == 0, errors
         assert "already finished: 2 of 3 steps" in said and "raise watch.patience=1 to go on" in said

@@ -24,13 +24,13 @@ from outrider.backends.openai import parse_event
 from outrider.backends.registry import server_of
 from outrider.checkpoints.checkpoint import Checkpoint, read_metadata
 from outrider.checkpoints.describe import TrainingInfo
-from outrider.cli.runs import find_runs
 from outrider.data.conversations import parse_row
 from outrider.data.responses import read_responses
 from outrider.evaluation.draft_cost import load_costs
 from outrider.evaluation.loadtest.simulate import load_machine
 from outrider.evaluation.results import Results
 from outrider.training.recipe import load_recipe
+from outrider.training.runs import find_runs
 from outrider.utils.documents import parse_json, parse_yaml
 from outrider.utils.files import cache_dir
 from tests.toys.evaluations import results

@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -321,6 +321,25 @@ def require_drafter(choice: str, target: str, thinking: bool = False) -> Drafter
             f"lm:SMALLER_MODEL, or {HOW_TO_TRAIN}."
         )
     return found
+
+
+def split_label(argument: str) -> tuple[str, str]:
+    """`NAME=WHERE` -> (NAME, WHERE), or ("", WHERE) without a name; the name of a directory may contain a `=`."""
+    name, sign, where = argument.partition("=")
+    return (name, where) if sign and not Path(argument).is_dir() else ("", argument)
+
+
+def name_drafters(arguments: Sequence[str]) -> dict[str, str]:
+    """{name: choice} of `NAME=CHOICE`; a choice without a name is its own.
+
+    Raises:
+        ValueError: one name for two.
+    """
+    pairs = [(label or choice, choice) for label, choice in map(split_label, arguments)]
+    names = [name for name, _ in pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two drafters are called {', '.join(twice)}; name them: NAME=CHOICE.")
+    return dict(pairs)
 
 
 def warn_of_thinking(choice: DrafterChoice, thinking: bool) -> None:

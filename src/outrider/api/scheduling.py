@@ -20,8 +20,10 @@ import numpy as np
 
 from outrider.api.drafter import OpenedDrafter
 from outrider.backends.local import SKIP, build_variant
+from outrider.config import split
 from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.decoding.profile import MachineProfile, machine_profile
+from outrider.decoding.verification import TypicalAcceptance
 from outrider.drafters.base import Drafter
 from outrider.target.model import DecodingTarget, Target
 
@@ -89,3 +91,29 @@ def choose_scheduling(
             return by_profile(opened.drafter, found)
     threshold = opened.recommended_threshold
     return given(FixedPolicy() if threshold is None else ThresholdPolicy(threshold))
+
+
+# ----------------------------------------------------------------------------
+# What --draft-length, --confidence-threshold and --typical say.
+# ----------------------------------------------------------------------------
+
+
+def given_policy(draft_length: int | None, confidence_threshold: float | None) -> Policy | None:
+    """The policy of these options; None if neither is given."""
+    if confidence_threshold is not None:
+        return ThresholdPolicy(confidence_threshold)
+    return None if draft_length is None else FixedPolicy(draft_length)
+
+
+def given_typical(text: str | None) -> TypicalAcceptance | None:
+    """The lossy rule that `--typical` asks for, if any.
+
+    Raises:
+        ValueError: not two numbers in (0, 1].
+    """
+    if text is None or text == "default":
+        return None if text is None else TypicalAcceptance()
+    thresholds = split("--typical", text, float)
+    if len(thresholds) != 2:
+        raise ValueError(f"--typical {text!r}: give EPSILON,DELTA, as 0.09,0.3, or `default`.")
+    return TypicalAcceptance(*thresholds)

@@ -16,9 +16,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.backends.base import ExternalEngine
-from outrider.backends.registry import exporters
-from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION, Checkpoint, write_files
-from outrider.checkpoints.describe import spoken
+from outrider.backends.config import ExportConfig
+from outrider.backends.registry import engine_of, exporters
+from outrider.checkpoints.checkpoint import (
+    CALIBRATION,
+    SAMPLED_CALIBRATION,
+    Checkpoint,
+    load_checkpoint,
+    read_config,
+    read_metadata,
+    write_files,
+)
+from outrider.checkpoints.describe import named_target, spoken
 from outrider.checkpoints.dialects.base import MOST_LAYERS, ExportedCheckpoint, Fields, TargetFacts
 from outrider.drafters.base import DrafterWeights, check_embedding_scale
 from outrider.target.hub import loadable_name, resolve_model
@@ -26,6 +35,7 @@ from outrider.target.model import FAMILIES
 from outrider.utils.documents import read_mapping
 from outrider.utils.files import atomic_directory, weight_files
 from outrider.utils.measure import dtype_name
+from outrider.utils.packaged import packaged
 
 
 def target_facts(id_or_dir: str, dtype: torch.dtype) -> TargetFacts:
@@ -217,3 +227,58 @@ def model_card(
     if written.fallbacks:
         lines.append("## Left out\n\n" + "\n".join(f"* {sentence}" for sentence in written.fallbacks))
     return "\n\n".join(lines) + "\n"
+
+
+# ----------------------------------------------------------------------------
+# outrider export
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A drafter to export, and the target that it is for."""
+
+    directory: Path
+    checkpoint: Checkpoint
+    target: TargetFacts
+    dtype: torch.dtype
+
+
+def _source(config: ExportConfig) -> _Source:
+    """Read the drafter, and what an export states about its target.
+
+    Raises:
+        ValueError: no such drafter or target, or it does not say which target it is for.
+    """
+    drafter, dtype = packaged(config.drafter, "models"), getattr(torch, config.dtype)
+    raw, _ = read_config(drafter)
+    name = config.target or named_target(raw, read_metadata(drafter))
+    if name is None:
+        raise ValueError(f"{drafter} does not say which target it is for: name it with --target.")
+    try:
+        target = target_facts(name, dtype)
+    except ValueError as error:
+        hint = "" if config.target else f" {drafter} names this target: give another with --target."
+        raise ValueError(f"{error}{hint}") from error
+    checkpoint = load_checkpoint(drafter, num_target_layers=target.num_layers)
+    return _Source(drafter, checkpoint, target=target, dtype=dtype)
+
+
+def run_export(config: ExportConfig) -> Exported:
+    """Write a drafter for the engine `config.to`.
+
+    Raises:
+        ValueError: see `export_drafter`.
+    """
+    assert config.to is not None and config.out is not None
+    engine, source = engine_of(config.to), _source(config)
+    return export_drafter(source.checkpoint, engine, config.out, target=source.target, dtype=source.dtype)
+
+
+def offers(config: ExportConfig) -> dict[str, str]:
+    """By engine, the options that export the drafter for it, or why it cannot be."""
+    source = _source(config)
+    reasons = refusals(to_export(source.checkpoint, source.target, source.dtype), source.target)
+    return {
+        name: reason or f"--to {name} --out OUT writes {source.directory} for it." for name, reason in reasons.items()
+    }

@@ -1,174 +1,19 @@
-"""What several verbs do: load the target, read options that hold more than a number, show progress and paths."""
+"""What several verbs print: lines, paths, and how far a long job is."""
 
 from __future__ import annotations
 
 import math
-import os
-import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from outrider.utils.measure import default_dtype, dtype_name
 from outrider.utils.terminal import Terminal
-
-if TYPE_CHECKING:
-    import torch
-
-    from outrider.decoding.policies import Policy
-    from outrider.decoding.verification import TypicalAcceptance
-    from outrider.drafters.draft import TreeSize
-    from outrider.target.model import Target
-    from outrider.training.parallel import Ranks
-
-
-def load(
-    target: str,
-    device: str | torch.device,
-    dtype: torch.dtype | None = None,
-    place: Callable[[Any], None] = lambda model: None,
-    console: Console | None = None,
-) -> Target:
-    """The target on a device; the console is told before. `dtype` null: see `default_dtype`."""
-    from outrider.target.model import load_target
-
-    if console is not None:
-        console.print(f"loading {target}", highlight=False, markup=False, soft_wrap=True)
-    return load_target(target, dtype or default_dtype(device), device, place=place)
-
-
-def training_dtype(
-    precision: str, device: torch.device, console: Console, began_with: str | None = None, ranks: Ranks | None = None
-) -> torch.dtype:
-    """The type that a recipe's precision means on a device; a line says what `auto` became.
-
-    Args:
-        began_with: the precision of the run that is resumed; None for a new one.
-        ranks: all take the type that the main one finds; a collective where the precision is auto.
-    """
-    import torch
-
-    from outrider.training import machine
-    from outrider.training.parallel import ALONE
-
-    if precision != "auto":
-        return getattr(torch, precision)  # type: ignore[no-any-return]
-    if began_with is not None:
-        dtype, reason = getattr(torch, began_with), "as the run began"
-    else:
-        dtype, reason = (ranks or ALONE).from_main(lambda: machine.training_dtype(device))
-    console.print(f"precision: {dtype_name(dtype)} ({reason})", highlight=False, soft_wrap=True)
-    return dtype
-
-
-def choose_policy(draft_length: int | None, confidence_threshold: float | None) -> Policy | None:
-    """The scheduling policy two options describe; None where neither is given.
-
-    Raises:
-        ValueError: both are given.
-    """
-    from outrider.decoding.policies import FixedPolicy, ThresholdPolicy
-
-    if confidence_threshold is None:
-        return None if draft_length is None else FixedPolicy(draft_length)
-    if draft_length is not None:
-        raise ValueError("give --draft-length or --confidence-threshold, not both.")
-    return ThresholdPolicy(confidence_threshold)
-
-
-def choose_typical(text: str | None) -> TypicalAcceptance | None:
-    """What `--typical` says.
-
-    Raises:
-        ValueError: not two numbers in (0, 1].
-    """
-    from outrider.decoding.verification import TypicalAcceptance
-
-    if text is None or text == "default":
-        return None if text is None else TypicalAcceptance()
-    thresholds = split_numbers("--typical", text)
-    if len(thresholds) != 2:
-        raise ValueError(f"--typical {text!r}: give EPSILON,DELTA, as 0.09,0.3, or `default`.")
-    return TypicalAcceptance(*thresholds)
-
-
-def choose_tree(text: str | None, confidence_threshold: float | None = None) -> TreeSize | None:
-    """What `--tree` says.
-
-    Raises:
-        ValueError: not of its form, or a confidence threshold is given, too.
-    """
-    from outrider.drafters.draft import TreeSize
-
-    if text is None:
-        return None
-    if confidence_threshold is not None:
-        raise ValueError(
-            "--tree with --confidence-threshold: a node of a tree has no confidence of its own; leave one of them out."
-        )
-    return TreeSize.parse(text)
-
-
-def split_names(names: str, kind: str = "task file or shipped set") -> list[str]:
-    """`a, b` -> ["a", "b"]; `kind` is what they should name.
-
-    Raises:
-        ValueError: no name in it.
-    """
-    found = [name.strip() for name in names.split(",") if name.strip()]
-    if not found:
-        raise ValueError(f"{names!r} names no {kind}.")
-    return found
-
-
-def split_numbers(option: str, text: str) -> tuple[float, ...]:
-    """`1, 2` -> (1.0, 2.0)
-
-    Raises:
-        ValueError: not numbers, or infinite ones.
-    """
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        found = (math.nan,)
-    if not all(map(math.isfinite, found)):
-        raise ValueError(f"{option} {text!r}: give numbers, as 1,2,4.")
-    return found
-
-
-def split_words(option: str, text: str) -> tuple[str, ...]:
-    """The words of a text as a shell reads it: `--seed 1` -> ("--seed", "1")
-
-    Raises:
-        ValueError: a quotation mark has no partner.
-    """
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise ValueError(f"{option} {text!r}: {error}.") from error
-
-
-def check_outputs(*directories: Path | None, files: Sequence[Path | None] = ()) -> None:
-    """Refuse, before hours of work, places where results cannot be written; nothing is created.
-
-    Raises:
-        ValueError: a file is a directory, or a directory would be inside a file or inside a read-only directory.
-    """
-    for file in files:
-        if file is not None and file.is_dir():
-            raise ValueError(f"{file} is a directory: name a file.")
-    for place in (*directories, *(file and file.parent for file in files)):
-        there = place and next(above for above in (place, *place.parents) if above.exists())
-        if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
-            kind = "is read-only" if there.is_dir() else "is a file"
-            raise ValueError(f"nothing can be written to {place}: {there} {kind}.")
 
 
 def show_lines(console: Console, *lines: str) -> None:

@@ -14,20 +14,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from outrider.api.drafter import require_drafter
-from outrider.cli import options as opt
-from outrider.cli.common import counting, load, show_lines
+from outrider.cli.common import counting, show_lines
 from outrider.cli.evaluate import report, write_page
-from outrider.cli.generate import coloured, legend, write_trace
-from outrider.cli.options import FILES, PROMPTS, option
+from outrider.cli.generate import coloured, legend
 from outrider.cli.train import run_training
+from outrider.config import FILES, GENERAL, PROMPTS, Config, argument, option
 from outrider.evaluation.verdict import drafter_verdict
-from outrider.utils.measure import set_up, versions
+from outrider.utils.measure import default_dtype, versions
 from outrider.utils.packaged import PACKAGE
 from outrider.utils.terminal import Terminal
 
@@ -47,27 +44,33 @@ _TRAINING_SECONDS, _EVALUATION_SECONDS = 270.0, 150.0
 _FEWEST_STEPS, _FEWEST_TOKENS = 80, 24
 
 
-def demo(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="recipe fields to change: optimizer.steps=20 ...")
-    ] = None,
-    *,
-    out: Annotated[Path, option(FILES, "where the run goes")] = Path("runs/demo"),
-    eval_samples: Annotated[int, option(PROMPTS, "held-out prompts per task", min=1)] = 3,
-    eval_tokens: Annotated[int, option(PROMPTS, "new tokens per response, fewer on a slow machine", min=1)] = 96,
-    threads: opt.Threads = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(Config):
+    """How large the demo is."""
+
+    overrides: Annotated[tuple[str, ...], argument("recipe fields to change: optimizer.steps=20 ...")] = ()
+    out: Annotated[Path, option(FILES, "where the run goes", beside="path")] = Path("runs/demo")
+    eval_samples: Annotated[int, option(PROMPTS, "held-out prompts per task", min=1)] = 3
+    eval_tokens: Annotated[int, option(PROMPTS, "new tokens per response, fewer on a slow machine", min=1)] = 96
+    threads: Annotated[int | None, option(GENERAL, "CPU threads; $OMP_NUM_THREADS, else all", min=1, max=1024)] = None
+
+
+def demo(config: DemoConfig) -> None:
     """Race a drafter, then train, evaluate and report a small one, in ten minutes."""
+    from outrider.api.drafter import require_drafter
     from outrider.api.model import Model
     from outrider.checkpoints.published import shipped_drafter
     from outrider.data.sources import TaskSettings
+    from outrider.serving.inspector import write_answer
+    from outrider.target.model import load_target
     from outrider.training.recipe import load_recipe
 
     console = Terminal()
     started = time.perf_counter()
-    set_up(threads)
-    recipe = load_recipe(Path("demo"), overrides or []).model_copy(update={"out": str(out)})
-    target = load(recipe.target, recipe.device, console=console)
+    out, eval_samples, eval_tokens = config.out, config.eval_samples, config.eval_tokens
+    recipe = load_recipe(Path("demo"), config.overrides).model_copy(update={"out": str(out)})
+    show_lines(console, f"loading {recipe.target}")
+    target = load_target(recipe.target, default_dtype(recipe.device), recipe.device)
     shipped = shipped_drafter(recipe.target)
     shown = plain_rate = None
     if shipped is not None:
@@ -89,7 +92,7 @@ def demo(
     chunks = list(shown.stream(prompt, max_new_tokens=eval_tokens, trace=True))
     drafter = str(shipped or out / "drafter")
     asked = {"prompt": prompt, "drafter": drafter, "max_new_tokens": eval_tokens, "policy": str(shown.scheduling)}
-    write_trace(out / "answer.json", shown, chunks, settings=asked)
+    write_answer(out / "answer.json", shown.target, chunks, settings=asked)
     write_page([out], out / "report.html", "outrider demo", console=console)
     show_lines(
         console,

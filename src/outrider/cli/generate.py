@@ -1,13 +1,12 @@
-"""`outrider generate` (one prompt, streamed) and `outrider models` (drafters by target)."""
+"""`outrider generate` (one prompt, streamed), `serve` (OpenAI's API) and `models` (drafters by target)."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,11 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from outrider.api.drafter import AUTO, HOW_TO_TRAIN, choose_drafter
-from outrider.cli import options as opt
-from outrider.cli.common import check_outputs, choose_tree, choose_typical, show_lines, show_paths, split_names
-from outrider.cli.options import DRAFTS, PROMPTS, SAMPLING, SMOLLM2, option
-from outrider.utils.measure import machine, set_up, versions
+from outrider.api.config import GenerateConfig
+from outrider.cli.common import show_lines, show_paths
+from outrider.config import AUTO, Config, argument
+from outrider.serving.config import ServeConfig, require_packages
 from outrider.utils.terminal import Terminal, printable
 
 if TYPE_CHECKING:
@@ -31,124 +29,82 @@ if TYPE_CHECKING:
 STYLES = {"draft": "green", "correction": "bold red", "bonus": "bold blue"}
 
 
-def generate_command(
-    prompt: Annotated[str, typer.Argument(help="what to answer")],
-    *,
-    target: opt.TargetName = SMOLLM2,
-    drafter: opt.DrafterOrNone = AUTO,
-    backend: opt.Backend = "local",
-    raw: Annotated[bool, option(PROMPTS, "no chat template: continue the text")] = False,
-    thinking: opt.Thinking = False,
-    max_new_tokens: opt.MaxNewTokens = 256,
-    stop: Annotated[list[str] | None, option(SAMPLING, "text that ends the response; repeatable")] = None,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 1.0,
-    min_p: opt.MinP = 0.0,
-    repetition_penalty: opt.RepetitionPenalty = 1.0,
-    seed: opt.SeedOrRandom = None,
-    confidence_threshold: Annotated[
-        float | None, option(DRAFTS, "verify while so confident; else by cost, per round", min=0.0, max=1.0)
-    ] = None,
-    tree: opt.Tree = None,
-    lookup: opt.Lookup = None,
-    typical: opt.Typical = None,
-    show_rounds: Annotated[bool, option(DRAFTS, "colour drafts, corrections and bonus tokens")] = False,
-    trace: Annotated[Path | None, option(DRAFTS, "JSON file of every round, for outrider report")] = None,
-    device: opt.Device = "auto",
-    threads: opt.Threads = None,
-) -> None:
+def generate(config: GenerateConfig) -> None:
     """Answer a prompt, streamed."""
-    from outrider.api.model import load
-    from outrider.decoding.verification import lossy_note
+    from outrider.api.scheduling import given_typical
+    from outrider.serving.inspector import write_answer
+    from outrider.utils.files import check_outputs
 
-    set_up(threads)
-    console = Terminal(highlight=False, soft_wrap=True)
-    if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python shows bytes that are not UTF-8
-        raise ValueError("the prompt is not UTF-8 text.")
-    if not prompt.strip():
-        raise ValueError("the prompt is empty: give at least one word to answer.")
-    if raw and thinking:
-        raise ValueError("--thinking asks the chat template for it, and --raw has none: leave one of them out.")
-    check_outputs(files=[trace])
-    size = choose_tree(tree, confidence_threshold)
-    lossy, choice = choose_typical(typical), choose_drafter(drafter, target, thinking)
-    if choice is None and (size is not None or lossy is not None):
-        raise ValueError(f"--drafter {drafter}: nothing is drafted, so --tree and --typical have no meaning.")
-    errors = Terminal(stderr=True, highlight=False, soft_wrap=True)
-    texts = () if lookup is None else split_names(lookup, "text file")
-    loading = partial(load, tree=size, backend=backend, lookup=texts, say=partial(show_lines, errors))
-    model = loading(target, choice, device, thinking=thinking)
-    used = "plain decoding"
-    if model.drafter is not None:
-        used = f"drafter {model.drafter.name}"
-        if confidence_threshold is None and model.scheduling.costs:
-            used += f"; {model.scheduling}"
-    elif drafter == AUTO:
-        used = f"plain decoding, no drafter for {target}: none in models/, none published that is read here "
-        used += f"(outrider models); {HOW_TO_TRAIN}"
-    if lossy is not None:
-        used += f"; {lossy_note(lossy.settings)}"
-    options: dict[str, Any] = {
-        "raw": raw,
-        "thinking": thinking,
-        "max_new_tokens": max_new_tokens,
-        "stop": stop or (),
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "confidence_threshold": confidence_threshold,
-    }
+    check_outputs(files=[config.trace])
+    typical, errors = given_typical(config.typical), Terminal(stderr=True, highlight=False, soft_wrap=True)
+    model = _load(config, errors)
+    used = _used(config, model)
     chunks = []
     try:
-        for chunk in model.stream(prompt, **options, typical=lossy, trace=trace is not None):
+        for chunk in model.stream(config.prompt, **config.options(), typical=typical, trace=config.trace is not None):
             chunks.append(chunk)
-            if show_rounds:
-                console.print(coloured(chunk, model.target), end="")
-            else:
-                sys.stdout.write(printable(chunk.text) if sys.stdout.isatty() else chunk.text)
-                sys.stdout.flush()
+            _show(chunk, model, coloured_by_origin=config.show_rounds)
     except KeyboardInterrupt:
         print(flush=True)  # the shell's prompt gets a line of its own
         raise
     print(flush=True)
-    if temperature > 0:
+    if config.sampling.temperature > 0:
         used += f"; seed {chunks[-1].seed}"
-    summary(chunks, used, errors, with_legend=show_rounds)
-    if trace is not None:
-        drafts = {"tree": tree, "lookup": lookup, "typical": typical, "decoded by": used}
-        settings = {"prompt": prompt, **options, "seed": chunks[-1].seed, **drafts}
-        write_trace(trace, model, chunks, settings=settings)
-        show_paths(errors, trace)
+    summary(chunks, used, errors, with_legend=config.show_rounds)
+    if config.trace is not None:
+        drafts = {"tree": config.tree, "lookup": list(config.lookup) or None, "typical": config.typical}
+        settings = {"prompt": config.prompt, **config.options(), "seed": chunks[-1].seed, **drafts, "decoded by": used}
+        write_answer(config.trace, model.target, chunks, settings=settings)
+        show_paths(errors, config.trace)
 
 
-def write_trace(path: Path, model: Model, chunks: Sequence[Output], settings: Mapping[str, Any]) -> None:
-    """Write a response whose chunks have traces, as `outrider serve` writes its answers (docs/serving.md)."""
-    from outrider.decoding.text import TextStream
-    from outrider.serving.inspector import trace_json
-    from outrider.utils.files import write_atomically
+def _load(config: GenerateConfig, errors: Console) -> Model:
+    """The model of a config, whose options its drafter has."""
+    from outrider.api.drafter import choose_drafter
+    from outrider.api.model import load
+    from outrider.drafters.draft import TreeSize
 
-    tokenizer = model.target.tokenizer
-    assert tokenizer is not None
-    text, rounds = TextStream(tokenizer), []
-    for chunk in chunks:
-        assert chunk.trace is not None, "the chunks were decoded with trace=True"
-        final = chunk.finish is not None
-        rounds.append(trace_json(chunk.trace, text, lambda id: str(tokenizer.decode([id])), final=final))
-    choice = {"index": 0, "text": "".join(chunk.text for chunk in chunks), "finish_reason": chunks[-1].finish}
-    answer = {
-        "object": "generation",
-        "model": model.target.name,
-        "choices": [choice | {"trace": rounds}],
-        "settings": dict(settings),
-        "machine": machine(),
-        "versions": versions(),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(answer, ensure_ascii=False, indent=1) + "\n")
+    tree = None if config.tree is None else TreeSize.parse(config.tree)
+    choice = choose_drafter(config.drafter, config.target, config.thinking)
+    if choice is None and (tree is not None or config.typical is not None):
+        raise ValueError(f"--drafter {config.drafter}: nothing is drafted, so --tree and --typical have no meaning.")
+    return load(
+        config.target,
+        choice,
+        config.machine.device,
+        thinking=config.thinking,
+        tree=tree,
+        backend=config.backend,
+        lookup=config.lookup,
+        say=partial(show_lines, errors),
+    )
+
+
+def _used(config: GenerateConfig, model: Model) -> str:
+    """What decodes, in words."""
+    from outrider.api.drafter import HOW_TO_TRAIN
+    from outrider.api.scheduling import given_typical
+    from outrider.decoding.verification import lossy_note
+
+    used = "plain decoding"
+    if model.drafter is not None:
+        used = f"drafter {model.drafter.name}"
+        if config.confidence_threshold is None and model.scheduling.costs:
+            used += f"; {model.scheduling}"
+    elif config.drafter == AUTO:
+        used = f"plain decoding, no drafter for {config.target}: none in models/, none published that is read here "
+        used += f"(outrider models); {HOW_TO_TRAIN}"
+    if (typical := given_typical(config.typical)) is not None:
+        used += f"; {lossy_note(typical.settings)}"
+    return used
+
+
+def _show(chunk: Output, model: Model, coloured_by_origin: bool) -> None:
+    if coloured_by_origin:
+        Terminal(highlight=False, soft_wrap=True).print(coloured(chunk, model.target), end="")
+    else:
+        sys.stdout.write(printable(chunk.text) if sys.stdout.isatty() else chunk.text)
+        sys.stdout.flush()
 
 
 def coloured(chunk: Output, target: DecodingTarget) -> Text:
@@ -182,6 +138,24 @@ def summary(chunks: list[Output], used: str, console: Console, with_legend: bool
     )
 
 
+def serve(config: ServeConfig) -> None:
+    """Serve OpenAI's API, with drafts; a key, if any, is in $OUTRIDER_API_KEY."""
+    say = partial(show_lines, Terminal(stderr=True))
+    if config.engine is not None:
+        from outrider.serving.other_engine import become_engine, engine_command
+
+        command = engine_command(config, say)
+        if config.launch:
+            become_engine(config, command, say)
+        print(*command.lines, sep="\n")
+        return
+    require_packages()
+    from outrider.serving.start import run_server
+
+    if not run_server(config, say):  # uvicorn has said why
+        raise typer.Exit(1)
+
+
 # ----------------------------------------------------------------------------
 # outrider models [TARGET]: the drafters on this machine, and published ones.
 # ----------------------------------------------------------------------------
@@ -190,18 +164,23 @@ def summary(chunks: list[Output], used: str, console: Console, with_legend: bool
 _THINKING = {True: "on", False: "off", None: "?"}
 
 
-def models(
-    target: Annotated[str | None, typer.Argument(help="only drafters for targets with this in their name")] = None,
-) -> None:
+@dataclass(frozen=True)
+class ModelsConfig(Config):
+    """Which drafters are listed."""
+
+    target: Annotated[str | None, argument("only drafters for targets with this in their name")] = None
+
+
+def models(config: ModelsConfig) -> None:
     """List drafters by target, on this machine and published.
 
     Repository, kind, dialect, rows of a block, and whether the training texts had thinking in them.
     """
     from outrider.checkpoints.published import PUBLISHED, drafters_for, shipped_drafters
 
-    console = Terminal(highlight=False)
+    console, target = Terminal(highlight=False), config.target
     wanted = (target or "").lower()
-    # Of a directory: the drafters of the models that it may be a fine-tune of.
+    # For a directory, the drafters of the models that it may be a fine-tune of.
     offers = list(drafters_for(target)) if target is not None and Path(target).is_dir() else []
     related = {offer.made_for: offer for offer in reversed(offers)}
     local = [

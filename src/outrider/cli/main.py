@@ -16,7 +16,8 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from outrider.cli.options import SMOLLM2, UsageError, command_of
+from outrider.cli.command import UsageError, command_of
+from outrider.config import SMOLLM2
 from outrider.utils.terminal import Terminal
 
 _SHIPPED = "smollm2-135m-dspark"
@@ -67,60 +68,60 @@ class LazyGroup(TyperGroup):
 class _Verbs(LazyGroup):
     listed = (
         Listed("Use", "generate", "Answer a prompt, streamed.",
-               function="generate.generate_command", example='outrider generate "Name three rivers." --show-rounds'),
+               function="generate.generate", example='outrider generate "Name three rivers." --show-rounds'),
         Listed("Use", "serve", "Serve OpenAI's API, with drafts; a key, if any, is in $OUTRIDER_API_KEY.",
-               function="serve.serve_command", example="outrider serve --port 8000"),
+               function="generate.serve", example="outrider serve --port 8000"),
         Listed("Use", "models", "List drafters by target, on this machine and published.",
                function="generate.models", example="outrider models SmolLM2"),
         Listed("Use", "export", "Write a drafter for an engine, with the command that serves it.",
-               function="checkpoints.export_command", example=f"outrider export {_SHIPPED} --to vllm --out runs/vllm"),
+               function="checkpoints.export", example=f"outrider export {_SHIPPED} --to vllm --out runs/vllm"),
         Listed("Use", "package", "Write a drafter to ship, with a model card made from measurements.",
-               function="checkpoints.package_command",
+               function="checkpoints.package",
                example=f"outrider package {_SHIPPED} --out runs/smollm2-135m-dspark"),
         Listed("Use", "push", "Put a packaged drafter on the Hugging Face hub, with its model card.",
-               function="checkpoints.push_command", example="outrider push runs/smollm2-135m-dspark ME/smollm2-dspark"),
+               function="checkpoints.push", example="outrider push runs/smollm2-135m-dspark ME/smollm2-dspark"),
         Listed("Train", "demo", "Race a drafter, then train, evaluate and report a small one, in ten minutes.",
                function="demo.demo", example="outrider demo"),
         Listed("Train", "init", "Look at a model and prompts; write a recipe and say what to run.",
-               function="recipe.init", example=f"outrider init --target {SMOLLM2} --out runs/first"),
+               function="train.init", example=f"outrider init --target {SMOLLM2} --out runs/first"),
         Listed("Train", "prepare", "Generate the target's responses for training; run again to go on.",
-               function="data.prepare_command", example="outrider prepare --recipe demo --out runs/mine.jsonl"),
+               function="data.prepare", example="outrider prepare --recipe demo --out runs/mine.jsonl"),
         Listed("Train", "inspect", "Show which tokens are trained on, or what a checkpoint is.",
-               function="data.inspect_command", example=f"outrider inspect {_SHIPPED}"),
+               function="data.inspect", example=f"outrider inspect {_SHIPPED}"),
         Listed("Train", "recipe", "List the packaged recipes, copy one, or explain the fields.",
-               function="recipe.recipe_command", example="outrider recipe --explain optimizer"),
+               function="train.recipe", example="outrider recipe --explain optimizer"),
         Listed("Train", "train", "Train a drafter on the target's responses; run again to go on.",
                function="train.train", example="outrider train demo out=runs/mine optimizer.steps=200"),
         Listed("Train", "runs", "List trainings: how far they are, how good, whether they run.",
-               function="runs.runs", example="outrider runs runs"),
+               function="train.runs", example="outrider runs runs"),
         Listed("Train", "experiment", "Train, evaluate and compare a table of drafters (docs/experiments.md).",
                function="experiment.experiment", example="outrider experiment smollm2-135m --dry-run"),
         Listed("Measure", "eval", "Decode tasks with and without a drafter: speedup, accepted length, same output.",
-               function="evaluate.evaluate_command",
+               function="evaluate.evaluate",
                example=f"outrider eval --target {SMOLLM2} --tasks eval_math --out runs/eval"),
         Listed("Measure", "compare", "Compare results of eval; those of one name are seeds of one drafter.",
-               function="evaluate.compare_command", example="outrider compare runs/eval"),
+               function="evaluate.compare", example="outrider compare runs/eval"),
         Listed("Measure", "report", "Write one HTML page of what was measured: verdicts, pictures, traces, settings.",
-               function="evaluate.report_command", example="outrider report runs --out runs/report.html"),
+               function="evaluate.report_page", example="outrider report runs --out runs/report.html"),
         Listed("Measure", "doctor", "Check target, drafter and data, or a server; status 1 if a fault is found.",
-               function="evaluate.doctor", example=f"outrider doctor --target {SMOLLM2} --drafter {_SHIPPED}"),
+               function="doctor.doctor", example=f"outrider doctor --target {SMOLLM2} --drafter {_SHIPPED}"),
         Listed("Measure", "calibrate", "Fit confidences to acceptance; of medusa and hydra, measure accuracies.",
-               function="calibrate.calibrate_command",
+               function="calibrate.calibrate",
                example=f"outrider package {_SHIPPED} --out mine\n"
                f"outrider calibrate --target {SMOLLM2} --drafter mine --tasks eval_math"),
         Listed("Measure", "profile", "Measure the cost of a step on this machine, for load-aware policies.",
-               function="calibrate.profile_command",
+               function="calibrate.profile",
                example="outrider profile --max-requests 2 --max-tokens 16 --out runs/profile.json"),
         Listed("Measure", "bench-drafters", "Time drafts by their length, drafters taking turns.",
                function="evaluate.bench_drafters", example=f"outrider bench-drafters {_SHIPPED} ngram --repeats 5"),
         Listed("Measure", "bench", "Put load on an engine, ours or another: throughput against user speed.",
-               function="bench.bench_command",
+               function="bench.bench",
                example="outrider bench --tasks eval_math --concurrency 1,2 --variants fixed-4 --repeats 1 "
                "--out runs/bench"),
         Listed("Measure", "bench-table", "Compare engines that bench measured, each with itself without speculation.",
                function="bench.bench_table", example="outrider bench-table runs/bench"),
         Listed("Measure", "simulate", "Predict a load test from a profile and recorded drafts.",
-               function="bench.simulate_command",
+               function="bench.simulate",
                example="outrider simulate --record runs/traces.npz --tasks eval_math --max-samples 4\n"
                "outrider simulate --traces runs/traces.npz --profile runs/profile.json --out runs/simulated"),
     )  # fmt: skip

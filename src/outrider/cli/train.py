@@ -1,89 +1,73 @@
-"""`outrider train` (a drafter from a recipe) and `outrider features` (the target's features on disk)."""
+"""`outrider train` (a drafter from a recipe), `features` (the target's, on disk), `recipe`, `init` and `runs`."""
 
 from __future__ import annotations
 
-import os
+import json
 import shlex
 import signal
+from dataclasses import asdict
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
+from rich.table import Table
 
-from outrider.cli import options as opt
-from outrider.cli.common import check_outputs, load, responding, show_lines, training_dtype
-from outrider.cli.options import option
-from outrider.utils.measure import set_up, today, usable_device
+from outrider.cli.common import responding, show_lines
+from outrider.training.config import (
+    FeaturesConfig,
+    InitConfig,
+    RecipeConfig,
+    RunsConfig,
+    TrainConfig,
+    WriteFeaturesConfig,
+)
+from outrider.utils import measure
+from outrider.utils.measure import today, usable_device
+from outrider.utils.packaged import PACKAGE
 from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
     from outrider.target.model import Target
     from outrider.training.feature_store import StorePlan
+    from outrider.training.first_run import FirstRun
     from outrider.training.parallel import Ranks
     from outrider.training.recipe import Recipe
+    from outrider.training.run import SavedRun
+    from outrider.training.runs import TrainingRun
     from outrider.training.setup import Run
 
+_SHOWN = 4  # drafters that init lists
 
-def train(
-    recipe: opt.RecipePath,
-    overrides: opt.Overrides = None,
-    *,
-    dry_run: Annotated[
-        bool, option(opt.GENERAL, "only time a few steps and say what all take: time, memory, disk", "--dry-run")
-    ] = False,
-) -> None:
+
+def train(config: TrainConfig) -> None:
     """Train a drafter on the target's responses; run again to go on."""
-    import torch
-
     from outrider.cli.dry_run import show_estimate
-    from outrider.training.dataset import check_prompt_files
     from outrider.training.estimate import estimate
-    from outrider.training.feature_store import check_store_fits
-    from outrider.training.logging import check_boards
-    from outrider.training.parallel import join, shard_layers
+    from outrider.training.parallel import join
     from outrider.training.recipe import load_recipe
-    from outrider.training.setup import check_recipe
-    from outrider.training.trainer import saved_run
-    from outrider.training.watch import patience_spent
+    from outrider.training.run import SavedRun
 
-    chosen = load_recipe(recipe, overrides or [])
-    check_outputs(Path(chosen.out))
-    check_boards(chosen.log)
-    began = saved_run(chosen)
-    if not began:  # a run that has begun has its samples
-        check_prompt_files(chosen.data)
-    precision = began.get("settings", {}).get("precision")
-    with join(chosen.device) as ranks:
-        set_up(chosen.threads)
+    recipe = load_recipe(config.recipe, config.overrides)
+    saved = SavedRun.of(recipe)
+    with join(recipe.device) as ranks:
+        measure.set_up(recipe.threads)
         console = Terminal(quiet=not ranks.main)
-        step = began.get("step", 0)
-        last_step = began["settings"]["optimizer"]["steps"] if began else 1
-        if step >= last_step or patience_spent(chosen.watch, began.get("watch", {})):
-            _say_finished(chosen, step, last_step, console=console)
+        say = partial(show_lines, console)
+        if saved.finished:
+            _say_finished(recipe, saved, console)
             return
-        if not began:
-            check_store_fits(chosen, check_recipe(chosen))
-        if (threads := began.get("threads", torch.get_num_threads())) != torch.get_num_threads():
-            console.print(
-                f"threads: {torch.get_num_threads()}; the run was at {threads}. Its weights will differ in the last "
-                f"bits from an uninterrupted run's; threads={threads} avoids that.",
-                highlight=False,
-                soft_wrap=True,
-            )
-        spread = chosen.shard_target and ranks.grouped
-        place = partial(shard_layers, ranks=ranks) if spread else lambda model: None
-        dtype = training_dtype(chosen.precision, ranks.device, console, began_with=precision, ranks=ranks)
-        target = load(chosen.target, ranks.device, dtype, place=place, console=console)
-        if dry_run:
-            say = partial(show_lines, console)
-            show_estimate(estimate(chosen, target, ranks, say=say), Path(chosen.out), console)
+        target = saved.load_target(recipe, ranks, say)
+        if config.dry_run:
+            show_estimate(estimate(recipe, target, ranks, say=say), Path(recipe.out), console)
             return
-        run_training(chosen, target, console, ranks=ranks)
+        run_training(recipe, target, console, ranks=ranks)
         if ranks.main:
-            _say_next(chosen, console)
+            _say_next(recipe, console)
 
 
 def _say_next(recipe: Recipe, console: Console) -> None:
@@ -96,7 +80,7 @@ def _say_next(recipe: Recipe, console: Console) -> None:
     console.print(f"Next: {shlex.join(words)} --tasks {tasks}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _say_finished(recipe: Recipe, step: int, last_step: int, console: Console) -> None:
+def _say_finished(recipe: Recipe, saved: SavedRun, console: Console) -> None:
     from outrider.checkpoints.checkpoint import read_metadata
 
     out = Path(recipe.out)
@@ -109,10 +93,10 @@ def _say_finished(recipe: Recipe, step: int, last_step: int, console: Console) -
         if best_step == 0:
             best = f". No step was better than the drafter that training began with, which is in {out / 'best'}"
     further = f"To train it further: start_from={drafter} out=ANOTHER"
-    if step < last_step:
+    if saved.step < saved.last_step:
         further = f"Patience ended it: raise watch.patience={recipe.watch.patience} to go on, or null for all steps"
     console.print(
-        f"already finished: {step} of {last_step} steps, held-out expected accepted length {length:.2f} "
+        f"already finished: {saved.step} of {saved.last_step} steps, held-out expected accepted length {length:.2f} "
         f"(temperature 0); drafter in {drafter}{best}. {further}",
         highlight=False,
         soft_wrap=True,
@@ -170,56 +154,30 @@ def prepare_with_progress(recipe: Recipe, target: Target, console: Console, rank
         return prepare(recipe, target, progress.update, ranks=ranks or ALONE, say=progress.say)
 
 
-# Without --limit-gb the question comes above 20 GB, or a tenth of the free disk where that is less: a store below both
-# surprises nobody.
-_LIMIT_GB = 20.0
-_FREE_SHARE = 0.1
-
-
-def plan_features(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
+def plan_features(config: FeaturesConfig) -> None:
     """Say exactly how large the recipe's store will be. Writes no features; makes responses that are missing."""
+    from outrider.training.run import store_plan
+
     console = Terminal()
-    chosen, run = _prepare(recipe, overrides, None, console=console)
-    _describe(chosen, run, _plan(chosen, run), console=console)
+    recipe, run = _open_store(config, console)
+    _describe(recipe, run, store_plan(recipe, run), console=console)
 
 
-def write_features(
-    recipe: opt.RecipePath,
-    overrides: opt.Overrides = None,
-    *,
-    shard: Annotated[int | None, option("Processes", "this process's number, from 0; else RANK")] = None,
-    of: Annotated[int | None, option("Processes", "how many processes write; else WORLD_SIZE")] = None,
-    only: Annotated[list[int] | None, option("Processes", "write just this shard; repeatable")] = None,
-    limit_gb: Annotated[float | None, option("Size", "ask for --yes above this size")] = None,
-    max_bytes: Annotated[
-        int | None, option("Size", "keep at most this much, as a rolling window (features.max_gb)")
-    ] = None,
-    yes: Annotated[bool, option("Size", "write whatever the size", "--yes")] = False,
-) -> None:
+def write_features(config: WriteFeaturesConfig) -> None:
     """Write the store, or what is missing of it. Processes i of N write the shards i, i + N, ..."""
-    from outrider.training.feature_store import (
-        begin_store,
-        check_store_space,
-        missing_bytes,
-        store_directory,
-        write_store,
-    )
+    from outrider.training.feature_store import begin_store, missing_bytes, store_directory, write_store
+    from outrider.training.run import check_store_size, fill_window, shards_to_write, store_plan
 
     console = Terminal()
-    number, count = _process(shard, of)
-    chosen, run = _prepare(recipe, overrides, max_bytes, console=console, writes=True)
-    if chosen.features.max_gb is not None:
-        _fill_window(chosen, run, number, count=count, console=console)
+    recipe, run = _open_store(config, console, writes=True)
+    if recipe.features.max_gb is not None:
+        window = fill_window(recipe, run, config.process)
+        show_lines(console, f"window of {window.bytes} bytes (at most {window.max_bytes}) in {window.directory}")
         return
-    plan, directory = _plan(chosen, run), store_directory(chosen)
-    _describe(chosen, run, plan, console=console)
-    needed = missing_bytes(directory, plan)
-    check_store_space(directory, needed)
-    _ask(directory, needed, limit_gb, yes=yes)
-    beyond = [n for n in only or [] if not 0 <= n < len(plan.shards)]
-    if beyond:
-        raise ValueError(f"--only {beyond[0]}: the store has the shards 0 to {len(plan.shards) - 1}.")
-    numbers = only or list(range(number, len(plan.shards), count))
+    plan, directory = store_plan(recipe, run), store_directory(recipe)
+    _describe(recipe, run, plan, console=console)
+    check_store_size(config, directory, missing_bytes(directory, plan))
+    numbers = shards_to_write(config, plan.shards)
     plan = begin_store(directory, plan)
     with Progress(console=console) as bar:
         task = bar.add_task("shards", total=len(numbers))
@@ -233,61 +191,27 @@ def write_features(
     )
 
 
-def check_features(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
+def check_features(config: FeaturesConfig) -> None:
     """Compare every shard with its SHA-256 and name what is damaged, missing or foreign."""
     from outrider.training.feature_store import check_store, store_directory
+    from outrider.training.run import store_plan
 
     console = Terminal()
-    chosen, run = _prepare(recipe, overrides, None, console=console)
-    wrong = check_store(store_directory(chosen), _plan(chosen, run))
-    if wrong:
+    recipe, run = _open_store(config, console)
+    if wrong := check_store(store_directory(recipe), store_plan(recipe, run)):
         raise ValueError("\n".join(wrong))
-    console.print(f"the store in {store_directory(chosen)} is complete and undamaged")
+    console.print(f"the store in {store_directory(recipe)} is complete and undamaged")
 
 
-def _store_recipe(path: Path, overrides: list[str] | None, max_bytes: int | None) -> Recipe:
-    from outrider.training.recipe import load_recipe
+def _open_store(config: FeaturesConfig, console: Console, writes: bool = False) -> tuple[Recipe, Run]:
+    """The recipe and its run, with the responses that were missing."""
+    from outrider.training.run import load_for_store, store_recipe
 
-    extra = [] if max_bytes is None else [f"features.max_gb={max_bytes / 2**30!r}"]
-    return load_recipe(path, ["features.mode=store", *(overrides or []), *extra])
-
-
-def _prepare(
-    path: Path, overrides: list[str] | None, max_bytes: int | None, console: Console, writes: bool = False
-) -> tuple[Recipe, Run]:
-    from outrider.training.feature_store import check_store_fits
-    from outrider.training.setup import check_recipe
-
-    recipe = _store_recipe(path, overrides, max_bytes)
-    set_up(recipe.threads)
+    recipe = store_recipe(config)
+    measure.set_up(recipe.threads)
     device = usable_device(recipe.device)
-    drafter = check_recipe(recipe)
-    if writes:
-        check_store_fits(recipe, drafter)
-    target = load(recipe.target, device, training_dtype(recipe.precision, device, console), console=console)
+    target = load_for_store(recipe, device, partial(show_lines, console), writes=writes)
     return recipe, prepare_with_progress(recipe, target, console)
-
-
-def _plan(recipe: Recipe, run: Run) -> StorePlan:
-    from outrider.training.feature_store import recipe_plan
-
-    return recipe_plan(
-        recipe,
-        run.target,
-        run.samples,
-        aux_layers=run.drafter.config.target_layer_ids,
-        aux_scale_L=run.drafter.aux_scale_L,
-    )
-
-
-def _process(shard: int | None, of: int | None) -> tuple[int, int]:
-    number = int(os.environ.get("RANK", 0)) if shard is None else shard
-    count = int(os.environ.get("WORLD_SIZE", 1)) if of is None else of
-    if count < 1:
-        raise ValueError(f"--of {count} must be at least 1.")
-    if not 0 <= number < count:
-        raise ValueError(f"--shard {number} --of {count}: processes are numbered 0 to {count - 1}.")
-    return number, count
 
 
 def _describe(recipe: Recipe, run: Run, plan: StorePlan, console: Console) -> None:
@@ -303,25 +227,174 @@ def _describe(recipe: Recipe, run: Run, plan: StorePlan, console: Console) -> No
     )
 
 
-def _ask(directory: Path, needed: int, limit_gb: float | None, yes: bool) -> None:
+# ----------------------------------------------------------------------------
+# outrider recipe and init
+# ----------------------------------------------------------------------------
+
+
+def recipes_directory() -> Path:
+    """The directory of the packaged recipes."""
+    return PACKAGE / "recipes"
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """{name: file}; a name is the path below the recipes' directory, without its suffix."""
+    top = recipes_directory()
+    return {file.relative_to(top).with_suffix("").as_posix(): file for file in sorted(top.rglob("*.yaml"))}
+
+
+def recipe(config: RecipeConfig) -> None:
+    """List the packaged recipes, copy one, or explain the fields."""
+    console = Terminal(highlight=False, soft_wrap=True)
+    name, copy = config.name, config.copy
+    if config.schema:
+        from outrider.training.recipe import recipe_schema  # here: it imports PyTorch
+
+        print(json.dumps(recipe_schema(), indent=2))
+    elif config.explain:
+        _explain(name, console)
+    elif name is not None:
+        text = _packaged(name).read_text(encoding="utf-8")
+        if copy is None:
+            print(text, end="")
+            return
+        if copy.exists():
+            raise ValueError(f"--copy {copy} exists: name a new file.")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(text, encoding="utf-8")
+        console.print(f"{copy}: set target, out and data.prompts in it, then: outrider train {copy}", markup=False)
+    else:
+        found = packaged_recipes()
+        width = max(map(len, found))
+        for known, file in found.items():
+            first = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+            console.print(f"[bold]{known:{width}}[/bold]  {escape(first)}")
+
+
+def _packaged(name: str) -> Path:
+    found = packaged_recipes()
+    if name not in found:
+        near = get_close_matches(name, found, 1)
+        raise ValueError(f"no packaged recipe {name!r}; {f'did you mean {near[0]}?' if near else ', '.join(found)}")
+    return found[name]
+
+
+def _explain(wanted: str | None, console: Console) -> None:
+    from outrider.training.recipe import nearest_field, recipe_fields
+
+    fields = recipe_fields()
+    shown = [field for field in fields if wanted in (None, field.name) or field.name.startswith(f"{wanted}.")]
+    if not shown:
+        near = nearest_field(str(wanted), [field.name for field in fields])
+        raise ValueError(f"recipes have no field {wanted!r}; {f'did you mean {near}?' if near else 'see --explain'}")
+    for field in shown:
+        default = "required" if field.required else f"default {json.dumps(field.default)}"
+        if "section" in field.kind and not field.required:
+            default = "see its fields"
+        only = f", of {field.only}" if field.only else ""
+        console.print(f"[bold]{field.name}[/bold]  [dim]{escape(f'{field.kind}, {default}{only}')}[/dim]")
+        if field.meaning:
+            console.print(f"    {escape(field.meaning)}")
+
+
+def init(config: InitConfig) -> None:
+    """Look at a model and prompts; write a recipe and say what to run."""
+    from outrider.training.first_run import commands, offer_name, plan_first_run
+    from outrider.training.plan import PACKAGED
+
+    measure.set_up(None)
+    console = Terminal(highlight=False, soft_wrap=True, markup=False)
+    first = plan_first_run(config)
+    first.write()
+    estimate = _estimated(first, console)
+
+    def say(label: str, *lines: str) -> None:
+        for number, line in enumerate(lines):
+            console.print(f"{'' if number else label:10}{line}")
+
+    text, split, fitting = first.text, first.split, first.fitting
+    shape = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, {text.vocab_size:,} tokens"
+    say("target", f"{config.target}: {text.model_type}, {shape}", *first.plan.chat.notes(thinking=False))
+    say("base", *first.base)
+    more = len(fitting) - _SHOWN
+    listed = [f"{offer_name(offer)}, made for {offer.made_for}" for offer in fitting[:_SHOWN]]
+    say("drafters", *listed, *([f"{more} more: outrider models"] if more > 0 else []), "ngram: nothing to train")
+    packaged = f"none given, so packaged ones are used ({', '.join(PACKAGED)})"
+    left_out = f"; {split.duplicates} left out, there twice" if split.duplicates else ""
+    counts = f"{len(split.train)} to train, {len(split.held_out)} held out, {len(split.test)} to test{left_out}"
+    say("prompts", ", ".join(config.prompts) or packaged, counts)
+    say("estimate", estimate)
+    say("written", str(first.recipe), *map(str, first.files.values()))
+    console.print("\nnext, in this order (stop where the speed is enough):")
+    for reason, command in commands(first):
+        console.print(f"\n# {reason}\n{command}")
+
+
+def _estimated(first: FirstRun, console: Console) -> str:
+    """What training takes, in words."""
+    from outrider.cli.dry_run import spoken_size, spoken_time
+    from outrider.training.machine import free_memory_bytes
     from outrider.utils.files import free_bytes
 
-    limit = min(_LIMIT_GB * 2**30, _FREE_SHARE * free_bytes(directory)) if limit_gb is None else limit_gb * 2**30
-    if needed > limit and not yes:
-        raise ValueError(
-            f"this writes {needed} bytes ({needed / 2**30:.2f} GB), more than {limit / 2**30:.2f} GB: add --yes, or "
-            "raise --limit-gb, or choose features.dtype=int8, or bound it with --max-bytes."
-        )
-
-
-def _fill_window(recipe: Recipe, run: Run, number: int, count: int, console: Console) -> None:
-    from outrider.training.feature_store import FeatureWindow, check_store_space, open_features
-
-    aux_layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
-    window = open_features(
-        recipe, run.target, run.samples, aux_layers=aux_layers, aux_scale_L=scale_L, rank=number, world_size=count
+    try:
+        measured = first.estimate(partial(show_lines, console))
+    except ValueError as error:
+        return f"not measured: {error}; outrider train {shlex.quote(str(first.recipe))} --dry-run"
+    free = f"free: {spoken_size(free_memory_bytes())}, {spoken_size(free_bytes(first.plan.directory))}"
+    return (
+        f"training {spoken_time(measured.seconds)}, {spoken_size(measured.memory + measured.cached)} of memory, "
+        f"{spoken_size(measured.disk)} on disk ({free})"
     )
-    assert isinstance(window, FeatureWindow)
-    check_store_space(window.directory, max(0, min(window.max_bytes, _plan(recipe, run).bytes) - window.bytes))
-    window.warm()
-    console.print(f"window of {window.bytes} bytes (at most {window.max_bytes}) in {window.directory}", highlight=False)
+
+
+# ----------------------------------------------------------------------------
+# outrider runs
+# ----------------------------------------------------------------------------
+
+
+def runs(config: RunsConfig) -> None:
+    """List trainings: how far they are, how good, whether they run."""
+    from outrider.training.runs import find_runs
+
+    directory = config.directory
+    if not directory.is_dir():
+        raise ValueError(f"no directory {directory}: give the one that holds the runs.")
+    trainings = list(find_runs(directory))
+    if config.json_out:
+        print(json.dumps([asdict(run) for run in trainings], indent=1))
+        return
+    console = Terminal()
+    if not trainings:
+        console.print(f"no trainings in {directory}; outrider train RECIPE begins one", highlight=False)
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in ("run", "target"):
+        table.add_column(heading, overflow="ellipsis")
+    table.add_column("drafter", no_wrap=True)
+    for heading in ("step", "best", "speedup", "state", "age", "size"):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
+    for run in trainings:
+        table.add_row(*_cells(run))
+    console.print(table, highlight=False)
+    console.print("best: tokens per round on held-out prompts", style="dim", highlight=False)
+
+
+def _cells(run: TrainingRun) -> list[str]:
+    return [
+        run.run,
+        Path(run.target or "-").name,
+        run.algorithm or "-",
+        f"{run.step}/{run.steps or '-'}",
+        "-" if run.best is None else f"{run.best:.2f}",
+        "-" if run.speedup is None else f"{run.speedup:.2f}x",
+        run.status,
+        _age(run.seconds),
+        f"{run.bytes / 2**30:.1f}G" if run.bytes >= 2**30 else f"{run.bytes / 2**20:.0f}M",
+    ]
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"

@@ -31,13 +31,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from hashlib import sha256
-from itertools import chain, cycle, product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from outrider.decoding.config import ProfileConfig
 from outrider.decoding.cost import Additive, Cell, Curve, Profile, Setting
 from outrider.decoding.engine import Engine
 from outrider.decoding.request import Request, StepRecord, StopRules
@@ -60,56 +61,6 @@ _BLOCK_SIZE = 16  # of the KV pool
 READ = 2  # committed tokens of a request that its drafter reads after a step
 FEWEST_SWEEPS = 3  # fewer give no median
 WARM_UP_STEPS = 2
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """The shapes that a profile measures, and how often.
-
-    Args:
-        max_tokens: of one forward.
-        contexts: cached tokens per request.
-        repeats: sweeps over all jobs; fewer, at least three, if more would exceed `seconds`.
-        sparse: few shapes, see `grid`; of requests, one and the most.
-        temperatures: of the requests, which take turns with them; a sampled row takes longer than a greedy one.
-    """
-
-    max_requests: int = 32
-    max_tokens: int = 256
-    contexts: tuple[int, ...] = (64, 256, 768)
-    repeats: int = 7
-    seconds: float = 120.0
-    sparse: bool = False
-    temperatures: tuple[float, ...] = (0.0,)
-
-    def __post_init__(self) -> None:
-        if self.max_requests < 1 or self.repeats < 1:
-            raise ValueError(f"max_requests={self.max_requests} and repeats={self.repeats} must be at least 1.")
-        if self.max_tokens < self.max_requests:
-            raise ValueError(
-                f"max_tokens={self.max_tokens} is below max_requests={self.max_requests}: each takes a token of a step."
-            )
-        if not self.contexts or min(self.contexts) < 1 or len(set(self.contexts)) < len(self.contexts):
-            raise ValueError(f"contexts {list(self.contexts)} must be different numbers of tokens, at least 1.")
-        if not self.temperatures:
-            raise ValueError("temperatures=() must have one at least; 0 is greedy decoding.")
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)
-
-    @property
-    def middle(self) -> int:
-        """The middle one of the contexts, at which drafts are timed."""
-        return sorted(self.contexts)[len(self.contexts) // 2]
-
-    def params(self, requests: int) -> list[SamplingParams]:
-        """How so many requests are sampled."""
-        return [SamplingParams(temperature=t) for t, _ in zip(cycle(self.temperatures), range(requests), strict=False)]
-
-    @property
-    def requests(self) -> list[int]:
-        """The numbers of requests to measure: 1, 2, 4, ... and the most; of a sparse profile the ends."""
-        most = self.max_requests
-        return sorted({1, most} if self.sparse else {1 << i for i in range(most.bit_length())} | {most})
 
 
 # What decoding measures by itself: a lone user and a handful of users, drafts of up to 32 tokens.

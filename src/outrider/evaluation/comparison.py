@@ -23,8 +23,10 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from outrider.api.drafter import split_label
 from outrider.checkpoints.describe import DrafterInfo
-from outrider.evaluation.draft_cost import DraftCosts, cost_markdown, plot_draft_cost
+from outrider.evaluation.config import CompareConfig
+from outrider.evaluation.draft_cost import DraftCosts, cost_markdown, load_costs, plot_draft_cost
 from outrider.evaluation.plots import (
     COLOURS,
     FEWEST_ROUNDS,
@@ -61,12 +63,6 @@ class LabelledResults:
         return self.results.drafter.model_copy(update={"label": self.label})
 
 
-def split_label(argument: str) -> tuple[str, str]:
-    """Split `NAME=PLACE` into (NAME, PLACE), and `PLACE` into ("", PLACE); directory names may contain a `=`."""
-    name, found, where = argument.partition("=")
-    return (name, where) if found and not Path(argument).is_dir() else ("", argument)
-
-
 def load_results(argument: str) -> LabelledResults:
     """Read the results of `DIR` or `LABEL=DIR`.
 
@@ -81,6 +77,22 @@ def load_results(argument: str) -> LabelledResults:
     if not results.tasks:
         raise ValueError(f"{path} has no tasks: run outrider eval again.")
     return LabelledResults(label or results.drafter.label, Path(directory), results)
+
+
+def compare_directories(config: CompareConfig) -> Comparison:
+    """Compare what `outrider eval` wrote into directories.
+
+    Raises:
+        ValueError: no results there, one directory twice, or results that are not comparable.
+    """
+    loaded = [load_results(argument) for argument in config.results]
+    known: set[Path] = set()
+    for results in loaded:
+        if results.path.resolve() in known:
+            raise ValueError(f"{results.path} is given twice; the results of one directory are those of one seed.")
+        known.add(results.path.resolve())
+    costs = None if config.draft_cost is None else load_costs(config.draft_cost)
+    return compare(loaded, config.allow_different, costs, questions=config.questions)
 
 
 def conditions_of(results: Results) -> dict[str, Any]:

@@ -10,12 +10,14 @@ Nothing is counted while nobody listens, and no round is told that was not asked
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,9 @@ from outrider.decoding.engine import Engine
 from outrider.decoding.request import Output, StepRecord
 from outrider.decoding.text import TextStream
 from outrider.decoding.trace import DraftTrace, RoundTrace
+from outrider.target.model import DecodingTarget
+from outrider.utils.files import write_atomically
+from outrider.utils.measure import machine, versions
 from outrider.utils.packaged import PACKAGE
 
 _INTERVAL = 0.5  # seconds from one event to the next
@@ -178,3 +183,25 @@ def page() -> tuple[str, str]:
 def _hashes(html: str, tag: str) -> list[str]:
     texts = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return [f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in texts]
+
+
+def write_answer(path: Path, target: DecodingTarget, chunks: Sequence[Output], settings: Mapping[str, Any]) -> None:
+    """Write a response whose chunks have traces, as `outrider serve` writes its answers (docs/serving.md)."""
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
+    text, rounds = TextStream(tokenizer), []
+    for chunk in chunks:
+        assert chunk.trace is not None, "the chunks were decoded with trace=True"
+        final = chunk.finish is not None
+        rounds.append(trace_json(chunk.trace, text, lambda id: str(tokenizer.decode([id])), final=final))
+    choice = {"index": 0, "text": "".join(chunk.text for chunk in chunks), "finish_reason": chunks[-1].finish}
+    answer = {
+        "object": "generation",
+        "model": target.name,
+        "choices": [choice | {"trace": rounds}],
+        "settings": dict(settings),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(answer, ensure_ascii=False, indent=1) + "\n")

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -381,3 +381,19 @@ def file_sha256(path: Path) -> str:
         while chunk := file.read(1 << 24):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def check_outputs(*directories: Path | None, files: Sequence[Path | None] = ()) -> None:
+    """Refuse, before hours of work, places where results cannot be written; nothing is created.
+
+    Raises:
+        ValueError: a file is a directory, or a directory would be inside a file or inside a read-only directory.
+    """
+    for file in files:
+        if file is not None and file.is_dir():
+            raise ValueError(f"{file} is a directory: name a file.")
+    for place in (*directories, *(file and file.parent for file in files)):
+        there = place and next(above for above in (place, *place.parents) if above.exists())
+        if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
+            kind = "is read-only" if there.is_dir() else "is a file"
+            raise ValueError(f"nothing can be written to {place}: {there} {kind}.")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.checkpoints.checkpoint import add_metadata, read_metadata
-from outrider.cli.calibrate import _digest
+from outrider.evaluation.calibration.calibrate import weights_digest
 from outrider.evaluation.calibration.fit import Scaling
 from outrider.target.hub import EMBEDDED_ID
 from tests.toys.command_line import Run
@@ -77,8 +77,8 @@ def test_rounds_belong_to_all_files_of_a_drafter(tmp_path: Path) -> None:
     for contents in (("x", "y"), ("x", "z"), ("w", "y")):
         for name, content in zip(index["weight_map"].values(), contents, strict=True):
             (tmp_path / name).write_text(content)
-        found.add(_digest(tmp_path))
+        found.add(weights_digest(tmp_path))
     assert len(found) == 3
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match="not a complete checkpoint"):
-        _digest(tmp_path)
+        weights_digest(tmp_path)

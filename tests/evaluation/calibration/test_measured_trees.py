@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import outrider.cli.calibrate as calibrate
+import outrider.evaluation.calibration.calibrate as calibration
 import outrider.evaluation.calibration.candidates as candidates
 from outrider.api.drafter import DrafterChoice
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint, read_metadata, save_drafter
@@ -158,7 +159,7 @@ def test_the_checkpoint_decides_before_the_target_is_loaded(
     def load(*args: object) -> Target:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(calibrate, "load", load)
+    monkeypatch.setattr(calibration, "load_target", load)
     heads = {"vocab_size": 64, "draft_vocab_size": 64, "num_target_layers": 5, "hidden_size": 32}
     attention = {"intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     eagle = Eagle3(Eagle3Config(**heads, **attention, target_layer_ids=(0, 1, 3)))

@@ -9,24 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-import outrider.cli.bench as bench
 from outrider.backends.local import build_variant, default_variants, limited
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
-from outrider.cli.common import load
+from outrider.decoding.config import ProfileConfig
 from outrider.decoding.cost import LearnedCost, SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
 from outrider.decoding.policies import LookAhead, SkipDrafting
-from outrider.decoding.profile import ProfileConfig, measure_profile
+from outrider.decoding.profile import measure_profile
 from outrider.decoding.request import Output, Request, StepRecord, StopRules
 from outrider.drafters.base import DraftCall, DrafterWeights, LimitedDrafter
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
+from outrider.evaluation.loadtest.config import Sla
 from outrider.evaluation.loadtest.load import (
     Ask,
     ClosedLoop,
@@ -41,7 +39,6 @@ from outrider.evaluation.loadtest.metrics import (
     Frontier,
     Journal,
     Point,
-    Sla,
     level_verdicts,
     overall_verdicts,
     summarise,
@@ -49,6 +46,8 @@ from outrider.evaluation.loadtest.metrics import (
 )
 from outrider.evaluation.loadtest.plots import write_plots
 from outrider.evaluation.loadtest.sweep import Sweep, run_sweep
+from outrider.target.model import load_target
+from tests.toys.command_line import invoke
 from tests.toys.eagle3 import make_drafter
 from tests.toys.targets import toy_config, toy_target
 from tests.toys.tokenizer import byte_tokenizer
@@ -355,26 +354,25 @@ def test_a_tree_is_pruned_not_cut() -> None:
 
 
 def test_the_verb_with_trees(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "set_up", lambda threads: None)
-    loaded = load(str(toy / "target"), "cpu")
+    monkeypatch.setattr("outrider.utils.measure.set_up", lambda threads: None)
+    loaded = load_target(str(toy / "target"))
     module = make_drafter(loaded, draft_vocab=loaded.vocab_size)
     save_drafter(Checkpoint(DrafterWeights(module)), tmp_path / "drafter")
     config = ProfileConfig(max_requests=2, max_tokens=16, contexts=(16,), repeats=1, seconds=0.0)
     served = Eagle3Drafter(DrafterWeights(module), loaded)
     measure_profile(loaded, served.with_trees(TreeSize(9)), config).save(tmp_path / "p.json")
-    app, out = bench.typer.Typer(), tmp_path / "out"
-    app.command()(bench.bench_command)
+    out = tmp_path / "out"
     command = ["--target", toy / "target", "--drafter", tmp_path / "drafter", "--tasks", toy / "tasks.jsonl"]
     command += ["--out", out, "--concurrency", "2", "--requests-per-point", 3, "--max-new-tokens", 6, "--repeats", 1]
     command += ["--tree", 9, "--variants", "fixed-4,fixed-9,prefix", "--profile", tmp_path / "p.json"]
-    found = CliRunner().invoke(app, list(map(str, command)), env={"COLUMNS": "200"})
+    found = invoke("bench", *command)
     assert found.exit_code == 0, (found.output, found.exception)
     frontier = Frontier.model_validate_json((out / "frontier.json").read_text())
     rows = {p.variant: p.median("budget") or 0 for p in frontier.points}
     assert list(rows) == ["none", "fixed-4", "fixed-9", "prefix"]
     assert 2 < rows["fixed-4"] <= 5 < rows["fixed-9"] <= 10 and not any(p.mismatches for p in frontier.points)
-    found = CliRunner().invoke(app, [*map(str, command), "--confidence-threshold", "0.5"])
-    assert isinstance(found.exception, ValueError) and "no confidence of its own" in str(found.exception)
+    found = invoke("bench", *command, "--confidence-threshold", "0.5")
+    assert isinstance(found.exception, ValueError) and "--tree with --confidence-threshold" in str(found.exception)
 
 
 def test_mixed_prompts(tmp_path: Path) -> None:
@@ -416,27 +414,23 @@ def test_wall_clock_waits() -> None:
 def test_the_verb_on_a_toy_model(
     toy: Path, tmp_path: Path, arrivals: str, levels: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "set_up", lambda threads: None)
-    loaded = load(str(toy / "target"), "cpu")
+    monkeypatch.setattr("outrider.utils.measure.set_up", lambda threads: None)
+    loaded = load_target(str(toy / "target"))
     packed = load_checkpoint(toy / "drafter").serve(loaded)
     config = ProfileConfig(max_requests=2, max_tokens=16, contexts=(16,), repeats=1, seconds=0.1)
     measure_profile(loaded, packed, config).save(tmp_path / "profile.json")
-    run, out = CliRunner(), tmp_path / "out"
-    app = typer.Typer()
-    app.command()(bench.bench_command)
+    out = tmp_path / "out"
     command = ["--target", toy / "target", "--drafter", toy / "drafter", "--tasks", toy / "tasks.jsonl", "--out", out]
     command += ["--arrivals", arrivals, *levels, "--variants", "none,fixed-2,look-ahead+skip"]
     # Of --max-requests (poisson) depends how many numbers of rows are warmed up: a kernel of each shape for each.
     command += ["--requests-per-point", 5, "--max-new-tokens", 8, "--repeats", 1, "--max-requests", 3]
-    found = run.invoke(app, list(map(str, command)))
+    found = invoke("bench", *command)
     assert isinstance(found.exception, ValueError) and "--profile FILE" in str(found.exception)
-    found = run.invoke(app, [*map(str, command), "--variants", " , "])
-    assert isinstance(found.exception, ValueError) and "names no variant; there are none, fixed-K" in str(
-        found.exception
-    )
+    found = invoke("bench", *command, "--variants", " , ")
+    assert isinstance(found.exception, ValueError) and "--variants ' , ' names nothing" in str(found.exception)
     assert not out.exists()
     command += ["--profile", tmp_path / "profile.json"]
-    found = run.invoke(app, list(map(str, command)), env={"COLUMNS": "200"})
+    found = invoke("bench", *command)
     assert found.exit_code == 0, (found.output, found.exception)
     frontier = Frontier.model_validate_json((out / "frontier.json").read_text())
     count = 2 if arrivals == "closed" else 1
@@ -447,5 +441,5 @@ def test_the_verb_on_a_toy_model(
         assert p.variant != "fixed-2" or 1 < (p.median("budget") or 0) <= 3
     assert (out / "frontier.png").is_file() and (out / "load.png").is_file()
     before = (out / "points.jsonl").read_bytes()
-    again = run.invoke(app, list(map(str, command)), env={"COLUMNS": "200"})
+    again = invoke("bench", *command)
     assert again.exit_code == 0 and (out / "points.jsonl").read_bytes() == before

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-import outrider.cli.bench as bench
 from outrider.backends.export import export_drafter, target_facts
 from outrider.backends.registry import engine_of
 from outrider.checkpoints.checkpoint import load_checkpoint, save_drafter
 from outrider.data.conversations import Conversation
+from outrider.evaluation.loadtest.bench import side_by_side
 from outrider.evaluation.loadtest.engines import SequentialBackend
 from outrider.evaluation.loadtest.load import Ask, Prompt, mixed_prompts
 from outrider.evaluation.loadtest.metrics import Frontier, Journal, RequestFigures
-from outrider.evaluation.loadtest.sweep import Share, Workload, responses, side_by_side
+from outrider.evaluation.loadtest.sweep import Share, Workload, responses
 from outrider.training.parallel import ALONE, Ranks
+from tests.toys.command_line import invoke
 from tests.toys.dialects import FACTS, VD, changed, made
 from tests.toys.fake_engine import FakeEngine, executable, serving
 from tests.toys.processes import ROOT, processes, torchrun, wait_until_gone
@@ -32,17 +32,15 @@ from tests.toys.tokenizer import byte_tokenizer
 
 def run(directory: Path, out: Path, *more: object) -> Result:
     """`outrider bench` on the toy target."""
-    app = typer.Typer()
-    app.command()(bench.bench_command)
     command = ["--target", directory / "target", "--out", out]
     command += [] if "--drafter" in more else ["--drafter", directory / "drafter"]
     command += ["--tasks", directory / "tasks.jsonl", "--requests-per-point", 3, "--max-new-tokens", 6, "--repeats", 1]
-    return CliRunner().invoke(app, [*map(str, command), *map(str, more)], env={"COLUMNS": "80"})
+    return invoke("bench", *command, *more, columns=80)
 
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "set_up", lambda threads: None)
+    monkeypatch.setattr("outrider.utils.measure.set_up", lambda threads: None)
 
 
 def test_transformers(toy: Path, tmp_path: Path) -> None:

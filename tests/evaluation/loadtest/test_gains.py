@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.cli.bench import _print_gains
+from outrider.cli.bench import show_gains
 from outrider.evaluation.loadtest.metrics import (
     Curve,
     Frontier,
@@ -141,7 +141,7 @@ def test_gains_are_printed_or_the_reason_why_not(capsys: pytest.CaptureFixture[s
     """The best variant of each drafter, six values at most, with intervals; what is outside is blank."""
     console = Terminal(width=80)
     frontier = Frontier.of("closed", points(none=10.0, d__fixed_1=22.0, d__fixed_3=30.0), {})
-    _print_gains(frontier, console)
+    show_gains(frontier, console)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("throughput over that of none, by tokens/s promised to a user (below: 90 % interval")
     assert lines[1].split() == ["variant", "1.25", "2.5", "5", "10"]
@@ -149,12 +149,12 @@ def test_gains_are_printed_or_the_reason_why_not(capsys: pytest.CaptureFixture[s
     near = hyperbola(20.0)
     far = {load: {r: (100 * s, 100 * t) for r, (s, t) in found.items()} for load, found in near.items()}
     frontier.gains = gains({"none": near, "d/fixed-3": far}, "none")
-    _print_gains(frontier, console)
+    show_gains(frontier, console)
     assert capsys.readouterr().out.splitlines() == [
         "throughput over that of none: the curves have no tokens/s promised to a user in common; measure more loads",
         "tokens/s of the median user over those with none: the curves have no tokens/s of all users in common; "
         "measure more loads",
     ]
     frontier.gains = []
-    _print_gains(frontier, console)
+    show_gains(frontier, console)
     assert not capsys.readouterr().out

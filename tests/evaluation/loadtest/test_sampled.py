@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from torch import Tensor
-from typer.testing import CliRunner
 
-import outrider.cli.bench as bench
+import outrider.evaluation.loadtest.bench as bench
 from outrider.decoding.engine import Engine
 from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, ThresholdPolicy
 from outrider.decoding.request import Request, StepRecord, StopRules
@@ -22,14 +20,16 @@ from outrider.decoding.verification import TargetRows, verify
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft, Siblings, over_vocabulary
 from outrider.drafters.ngram import NgramDrafter
+from outrider.evaluation.loadtest.config import Traffic
 from outrider.evaluation.loadtest.engines import compare_asked
-from outrider.evaluation.loadtest.load import Ask, Traffic
+from outrider.evaluation.loadtest.load import Ask
 from outrider.evaluation.loadtest.metrics import Frontier, Journal
 from outrider.evaluation.loadtest.simulate import SimulatedEngine, TableMachine
 from outrider.evaluation.loadtest.traces import DraftsGivenText, Traces, record
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from tests.proof.enumeration import EnumeratingSource, enumerate_traces
+from tests.toys.command_line import invoke
 
 LINEAR = TableMachine(sps=[1 / (0.1 + 0.01 * b) for b in range(1, 400)], draft_seconds=[0.05], other_seconds=0.002)
 RULES = StopRules(24, stop_ids=(0,))
@@ -67,8 +67,8 @@ def test_requests_take_turns_with_the_temperatures() -> None:
     [
         (((),), "one at least"),
         (((0.0, 0.0),), "different temperatures"),
-        (((-1.0,),), "temperature=-1.0 must be"),
-        (((1.0,), 0.0), "top_p=0.0 must be"),
+        (((-1.0,),), "--temperature -1.0"),
+        (((1.0,), 0.0), "--top-p 0.0"),
         (((0.0,), 1.0, True), "--coupled is for sampled requests"),
     ],
 )
@@ -252,16 +252,13 @@ def test_calibration_at_another_temperature_is_said() -> None:
 
 def test_the_real_model_under_a_mixture(smollm: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Coupled requests give plain decoding's tokens in any company; others are sampled and not compared."""
-    monkeypatch.setattr(bench, "set_up", lambda threads: None)
-    monkeypatch.setattr(bench, "load", lambda target, place: smollm)
-    app = typer.Typer()
-    app.command()(bench.bench_command)
+    monkeypatch.setattr("outrider.utils.measure.set_up", lambda threads: None)
+    monkeypatch.setattr(bench, "load_target", lambda *_: smollm)
     command = ["--tasks", "eval_math,eval_chat", "--temperature", "0,1", "--top-p", 0.95, "--variants", "fixed-3"]
     command += ["--concurrency", 2, "--requests-per-point", 4, "--max-new-tokens", 10, "--repeats", 1, "--prompts", 6]
-    run = CliRunner()
     for more, compared in ((["--coupled"], 4), ([], 2)):
         out = tmp_path / str(compared)
-        found = run.invoke(app, [*map(str, command), *more, "--out", str(out)], env={"COLUMNS": "200"})
+        found = invoke("bench", *command, *more, "--out", out)
         assert found.exit_code == 0, (found.output, found.exception)
         frontier = Frontier.load(out / "frontier.json")
         assert "were calibrated at temperature" not in found.output, "the packaged drafter was, at both"
@@ -273,17 +270,15 @@ def test_the_real_model_under_a_mixture(smollm: Target, tmp_path: Path, monkeypa
 
 
 def test_greedy_engines_refuse_sampled_traffic(tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.command()(bench.bench_command)
     base = ["--tasks", "eval_math", "--out", str(tmp_path / "x")]
     for more, message in (
         (("--backend", "transformers", "--temperature", "1"), "transformers decodes greedily here"),
         (("--backend", "vllm", "--temperature", "1", "--coupled"), "--coupled is for --backend local"),
         (("--temperature", "warm"), "--temperature 'warm': give numbers"),
-        (("--temperature", "1", "--top-p", "2"), "top_p=2.0 must be"),
+        (("--temperature", "1", "--top-p", "2"), "--top-p 2.0"),
         (("--coupled",), "--coupled is for sampled requests"),
-        (("--user-speeds", "0"), "tokens per second are above 0"),
+        (("--user-speeds", "0"), "--user-speeds 0.0"),
     ):
-        found = CliRunner().invoke(app, [*base, *more])
+        found = invoke("bench", *base, *more)
         assert isinstance(found.exception, ValueError) and message in str(found.exception), (more, found.exception)
     assert not (tmp_path / "x").exists()

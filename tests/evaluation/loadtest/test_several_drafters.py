@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-import outrider.cli.bench as bench
 from outrider.backends.local import Kinds, NamedDrafter, choose_variants, is_adaptive, match_variants
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
-from outrider.cli.common import load
-from outrider.decoding.profile import ProfileConfig, measure_profile
+from outrider.decoding.config import ProfileConfig
+from outrider.decoding.profile import measure_profile
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.ngram import NgramDrafter
 from outrider.evaluation.loadtest.metrics import Frontier, Journal
+from outrider.target.model import load_target
+from tests.toys.command_line import invoke
 from tests.toys.drafters import make_mtp
 
 DRAFTERS = {
@@ -85,18 +85,16 @@ def test_drafters_may_join_a_sweep_and_none_may_change(tmp_path: Path) -> None:
 
 
 def run(toy: Path, out: Path, *more: object) -> Result:
-    app = typer.Typer()
-    app.command()(bench.bench_command)
     command = ["--target", toy / "target", "--tasks", toy / "tasks.jsonl", "--out", out, "--concurrency", "1,2"]
     command += ["--requests-per-point", 3, "--max-new-tokens", 8, "--repeats", 2]
-    return CliRunner().invoke(app, [*map(str, command), *map(str, more)], env={"COLUMNS": "200"})
+    return invoke("bench", *command, *more)
 
 
 def test_the_verb_measures_several_drafters_in_one_run(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "set_up", lambda threads: None)
-    loaded = load(str(toy / "target"), "cpu")
+    monkeypatch.setattr("outrider.utils.measure.set_up", lambda threads: None)
+    loaded = load_target(str(toy / "target"))
     save_drafter(Checkpoint(DrafterWeights(make_mtp(loaded, 1, 1, loaded.vocab_size))), tmp_path / "mtp")
     config = ProfileConfig(max_requests=2, max_tokens=16, contexts=(16,), repeats=1, seconds=0.1)
     measure_profile(loaded, load_checkpoint(toy / "drafter").serve(loaded), config).save(tmp_path / "d.json")
@@ -132,7 +130,7 @@ def test_the_verb_measures_several_drafters_in_one_run(
 
 
 def test_drafters_that_cannot_be_measured_together(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "set_up", lambda threads: None)
+    monkeypatch.setattr("outrider.utils.measure.set_up", lambda threads: None)
     two = ["--drafter", "a=ngram", "--drafter", "b=ngram@3"]
     for more, message in (
         (["--drafter", "ngram", "--drafter", "ngram"], "two drafters are called ngram"),

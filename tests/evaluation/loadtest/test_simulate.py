@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import outrider.cli.bench as simulate
 from outrider.backends.local import default_variants
 from outrider.decoding.cost import Ints
 from outrider.decoding.engine import Engine
@@ -35,8 +34,9 @@ from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft
 from outrider.drafters.ngram import HybridDrafter, NgramConfig
+from outrider.evaluation.loadtest.config import Sla
 from outrider.evaluation.loadtest.load import Ask
-from outrider.evaluation.loadtest.metrics import Point, Sla, summarise_points
+from outrider.evaluation.loadtest.metrics import Point, summarise_points
 from outrider.evaluation.loadtest.simulate import (
     Cluster,
     Machine,
@@ -468,7 +468,6 @@ def test_errors_are_in_per_cent_of_the_measured() -> None:
 @pytest.fixture
 def outrider(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """`outrider ARGS` in this process: (exit status, stdout, stderr)."""
-    monkeypatch.setattr(simulate, "set_up", lambda threads: None)
     monkeypatch.setenv("COLUMNS", "200")
 
     return in_process(monkeypatch, capfd)
@@ -510,7 +509,7 @@ def test_the_verb_records_simulates_and_validates(outrider: Run, tmp_path: Path)
         (("simulate",), "give --traces, --profile and --out"),
         (("simulate", "--record", traces), "--record needs --tasks"),
         ((*given, "--out", tmp_path / "x", "--variants", "threshold"), "the drafter recommends none"),
-        ((*given, "--out", tmp_path / "x", "--routing", "best"), "--routing 'best'"),
+        ((*given, "--out", tmp_path / "x", "--routing", "best"), "--routing"),
         ((*given, "--out", tmp_path / "x", "--concurrency", "many"), "--concurrency 'many'"),
         ((*given[:-1], 9, "--out", tmp_path / "x"), "its trace has 8"),
         ((*given, "--out", tmp_path / "x", "--validate", tmp_path / "table.json"), "is no frontier.json"),

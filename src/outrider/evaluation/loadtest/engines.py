@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,13 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.backends.base import Acceptance, Backend, ExternalEngine, Launch, RequestStats, Speculation
 from outrider.backends.launch import free_port, launched
-from outrider.backends.local import NO_SPECULATION, NamedDrafter, choose_variants, fixed_length, local_engines
+from outrider.backends.local import NO_SPECULATION, fixed_length
 from outrider.backends.openai import Endpoint, ServerBackend
 from outrider.backends.transformers import HfDecoder
 from outrider.decoding.request import Output, Request, StepRecord
-from outrider.decoding.scheduler import EngineConfig
-from outrider.drafters.base import draft_slots
 from outrider.evaluation.evaluate import compare_by, compare_coupled, compare_greedy
 from outrider.evaluation.loadtest.load import Ask, Compare, Serve
-from outrider.target.linear import warm_up
 from outrider.target.model import Target
-from outrider.utils.measure import dtype_name
 
 SPECULATIVE, PROMPT_LOOKUP, ASSISTED = "speculative", "prompt-lookup", "assisted"
 
@@ -74,34 +69,6 @@ def among(names: Sequence[str] | None, there: list[str]) -> list[str]:
     if unknown := [name for name in names if name not in there]:
         raise ValueError(f"no variant {unknown[0]!r} here; there are {', '.join(there)}.")
     return list(dict.fromkeys([*there[:1], *names])) if there[0] == NO_SPECULATION else list(names)
-
-
-def local_engine(
-    target: Target,
-    drafters: Sequence[NamedDrafter],
-    *,
-    names: Sequence[str] | None,
-    config_at: Callable[[float], EngineConfig],
-    users: int,
-    token_budget: int,
-) -> MeasuredEngine:
-    """Our engine, with its kernels built for so many users.
-
-    Args:
-        names: variants; all that the drafters allow by default.
-        config_at: the engine's size at a level.
-        token_budget: most rows of one forward.
-
-    Raises:
-        ValueError: no such variant, or one that needs what is not there.
-    """
-    built = choose_variants(drafters, names)
-    settings = {"dtype": dtype_name(target.dtype), "drafters": {one.name: one.about for one in drafters}}
-    slots = max(draft_slots(one.drafter) for one in drafters)
-    warm_up(min(users * (slots + 1), max(token_budget, users)))
-    serve = local_engines(target, built, config_at=config_at)
-    variants = [variant.name for _, variant in built]
-    return MeasuredEngine(serve, variants, partial(compare_asked, target), exact=True, settings=settings)
 
 
 def compare_asked(target: Target, ask: Ask, plain: Sequence[int], other: Sequence[int]) -> str:

@@ -110,53 +110,6 @@ class Ask(NamedTuple):
         return self.params.fixed_text
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """How requests are sampled: they take turns with the temperatures; 0 is greedy decoding.
-
-    The turns come in random order, so that no task of a mix gets one temperature alone: of two temperatures every
-    pair of prompts has one each.
-
-    Args:
-        coupled: by coupled noise (sampling.py).
-
-    Raises:
-        ValueError: no temperature, one named twice, or one that is none.
-    """
-
-    temperatures: tuple[float, ...] = (0.0,)
-    top_p: float = 1.0
-    coupled: bool = False
-
-    def __post_init__(self) -> None:
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature, top_p=self.top_p)
-        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
-            raise ValueError(f"--temperature: {list(self.temperatures)} must be different temperatures, one at least.")
-        if self.coupled and self.greedy:
-            raise ValueError("--coupled is for sampled requests: give --temperature above 0, or leave it out.")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether every request is decoded greedily."""
-        return not any(self.temperatures)
-
-    def asks(self, prompts: Sequence[Sequence[int]], seed: int, repeat: int = 0) -> list[Ask]:
-        """The prompts with their sampling parameters, each with a seed of its own; the same ones every time."""
-        asked, order = [], list[float]()
-        for number, prompt in enumerate(prompts):
-            if not order:
-                order = random.Random(f"{seed} temperatures {number}").sample(self.temperatures, len(self.temperatures))
-            temperature = order.pop()
-            drawn = "" if self.coupled else repeat
-            own = random.Random(f"{seed} request {number} {drawn}").getrandbits(32)
-            top_p = self.top_p if temperature else 1.0
-            coupled = self.coupled and temperature > 0
-            params = SamplingParams(temperature=temperature, top_p=top_p, seed=own, coupled=coupled)
-            asked.append(Ask(prompt, params))
-        return asked
-
-
 # ----------------------------------------------------------------------------
 # Mixed prompts: each task shuffled by the seed, then one of each in turn, so that any beginning holds all tasks alike.
 #

@@ -17,7 +17,6 @@ import os
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -28,23 +27,12 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_valid
 from outrider.backends.base import Acceptance
 from outrider.backends.local import NO_SPECULATION, is_adaptive, variant_of
 from outrider.decoding.cost import Floats
+from outrider.evaluation.loadtest.config import Sla
 from outrider.evaluation.loadtest.load import MeasuredRequest, Window
 from outrider.evaluation.verdict import Speedup
 from outrider.utils.documents import read_json, read_mapping
 from outrider.utils.files import invalid_fields, write_atomically
 from outrider.utils.measure import Quartiles, machine, quartiles, today, versions
-
-
-@dataclass(frozen=True)
-class Sla:
-    """Service level: at most so many seconds to the first token, then at least so many tokens per second."""
-
-    ttft: float = 2.0
-    tokens_per_second: float = 5.0
-
-    def met(self, served: MeasuredRequest) -> bool:
-        speed = user_speed(served)
-        return ttft(served) <= self.ttft and (speed is None or speed >= self.tokens_per_second)
 
 
 class Metrics(BaseModel):
@@ -113,6 +101,12 @@ def user_speed(served: MeasuredRequest) -> float | None:
     return (len(served.tokens) - served.sizes[0]) / span if span > 0 else None
 
 
+def meets(served: MeasuredRequest, sla: Sla) -> bool:
+    """Whether a request had the service level."""
+    speed = user_speed(served)
+    return ttft(served) <= sla.ttft and (speed is None or speed >= sla.tokens_per_second)
+
+
 def summarise(window: Window, sla: Sla) -> Metrics:
     """The figures of a window with at least one finished request.
 
@@ -128,7 +122,7 @@ def summarise(window: Window, sla: Sla) -> Metrics:
     firsts = [ttft(served) for served in requests]
     gaps = [later - earlier for served in requests for earlier, later in pairwise(served.times)]
     decoded, admitted = sum(s.requests for s in steps), sum(s.admitted for s in steps)
-    attainment = sum(sla.met(served) for served in requests) / len(requests)
+    attainment = sum(meets(served, sla) for served in requests) / len(requests)
     acceptance = window.acceptance or Acceptance(
         _ratio(sum(s.committed for s in steps), decoded), _ratio(sum(s.accepted for s in steps), admitted)
     )

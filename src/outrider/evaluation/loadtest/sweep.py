@@ -1,4 +1,4 @@
-"""A sweep: every variant at every level, repeated; over one process or several; and the table of several sweeps.
+"""A sweep: every variant at every level, repeated; over one process or several.
 
 Several processes, each with an engine of its own, share one load:
 
@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.backends.base import Acceptance, Backend, ReportsAcceptance
 from outrider.backends.local import NO_SPECULATION
 from outrider.decoding.request import Request, StopRules
+from outrider.evaluation.loadtest.config import Sla, Traffic, check_levels
 from outrider.evaluation.loadtest.engines import MeasuredEngine
 from outrider.evaluation.loadtest.load import (
     Arrivals,
@@ -35,13 +35,12 @@ from outrider.evaluation.loadtest.load import (
     Poisson,
     Prompt,
     Serve,
-    Traffic,
     WallClock,
     Window,
     run_load,
     with_next_turn,
 )
-from outrider.evaluation.loadtest.metrics import Frontier, Journal, Point, PointSummary, RequestFigures, Sla, summarise
+from outrider.evaluation.loadtest.metrics import Journal, Point, RequestFigures, summarise
 from outrider.training.parallel import ALONE, Ranks
 
 
@@ -133,22 +132,6 @@ def _mean_acceptance(parts: Sequence[Acceptance]) -> Acceptance:
 
 
 _MAY_CHANGE = ("levels", "variants", "repeats", "grouped")  # they decide what is measured when, not any single figure
-
-
-_MOST_LOAD = 10**6  # users, or requests per second
-
-
-def check_levels(arrivals: str, levels: Sequence[float]) -> None:
-    """Refuse what is neither a number of users (closed) nor a rate (poisson).
-
-    Raises:
-        ValueError: one of them is, or two are the same.
-    """
-    if not levels or min(levels) <= 0 or len(set(levels)) < len(levels) or max(levels) > _MOST_LOAD:
-        option = "--concurrency" if arrivals == "closed" else "--rates"
-        raise ValueError(f"{option}: levels {list(levels)} must be different numbers above 0 and at most {_MOST_LOAD}.")
-    if arrivals == "closed" and any(level != int(level) for level in levels):
-        raise ValueError(f"concurrency {list(levels)}: the number of users must be whole.")
 
 
 @dataclass(frozen=True)
@@ -428,53 +411,3 @@ def run_workload(
         on_progress=on_progress,
         ranks=ranks,
     )
-
-
-# ----------------------------------------------------------------------------
-# Sweeps of several engines in one table: the same target, prompts and lengths, each against its own baseline.
-#
-# engine        variant    load      type   tok/s   user   TTFT   gap   tau   x none
-# local         fixed-7       1   float32    41.2   41.9    88    51   2.31    1.62
-# transformers  none          1   float32    17.0   ...                       1.00
-#
-# Two differences are shown, not refused: the type of the weights, which MLX and GGUF files choose themselves, and
-# whether a server rendered the prompts from messages ("chat") with the template it has.
-# ----------------------------------------------------------------------------
-
-
-HEADINGS = ("engine", "variant", "load", "type", "tok/s", "user", "TTFT", "gap", "tau", "x none")  # times in ms
-_SAME = ("target", "prompts_sha256", "max_new_tokens", "thinking", "turns", "arrivals", "device", "traffic")
-
-
-def side_by_side(directories: Sequence[Path]) -> list[tuple[str, ...]]:
-    """Table rows of several sweeps, by load, then in the order given; blank where an engine does not tell.
-
-    Raises:
-        ValueError: a sweep is missing, or two were made under different conditions (each is named).
-    """
-    sweeps = [Frontier.load(directory / "frontier.json") for directory in directories]
-    for directory, sweep in zip(directories[1:], sweeps[1:], strict=True):
-        differing = [name for name in _SAME if sweep.settings.get(name) != sweeps[0].settings.get(name)]
-        if sweep.machine != sweeps[0].machine:
-            differing.append("machine")
-        if differing:
-            raise ValueError(
-                f"{directory} was not measured as {directories[0]} was: {', '.join(differing)} differ. Measure both "
-                "alike, on one machine."
-            )
-    rows = [
-        (point.level, _row(sweep, point, _baseline(sweep, point.level))) for sweep in sweeps for point in sweep.points
-    ]
-    return [row for _, row in sorted(rows, key=lambda entry: entry[0])]
-
-
-def _baseline(sweep: Frontier, level: float) -> float | None:
-    return next((p.throughput for p in sweep.points if (p.variant, p.level) == (NO_SPECULATION, level)), None)
-
-
-def _row(sweep: Frontier, point: PointSummary, plain: float | None) -> tuple[str, ...]:
-    ratio = "" if plain is None else f"{point.throughput / plain:.2f}"
-    figures = point.shown("user_p50"), point.shown("ttft_p50", 1e3, ".0f"), point.shown("gap_p50", 1e3, ".0f")
-    engine = f"{sweep.settings.get('backend') or '?'}{' (chat)' if sweep.settings.get('chat') else ''}"
-    measured = engine, point.variant, f"{point.level:g}", sweep.settings.get("dtype") or ""
-    return *measured, f"{point.throughput:.1f}", *figures, point.shown("tau", form=".2f"), ratio

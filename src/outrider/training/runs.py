@@ -1,4 +1,4 @@
-"""`outrider runs`: the trainings below a directory, how far they are and how good.
+"""The trainings below a directory, how far they are and how good.
 
     OUT/state/state.json       step, steps, target, algorithm, the best drafter so far
     OUT/metrics.jsonl          later steps than the saved one, held-out expected length
@@ -10,22 +10,16 @@ Read as JSON: no PyTorch is imported.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import typer
-from rich.table import Table
-
-from outrider.cli.options import GENERAL, option
 from outrider.utils.documents import parse_json, read_mapping
 from outrider.utils.locks import LOCK, is_held
-from outrider.utils.terminal import Terminal
 
 Kind = TypeVar("Kind")
 _MOST_DIRECTORIES = 20_000  # a run has some ten
@@ -48,55 +42,6 @@ class TrainingRun:
     speedup: float | None
     seconds: float
     bytes: int
-
-
-def runs(
-    directory: Annotated[Path, typer.Argument(help="where the runs are")] = Path("runs"),
-    *,
-    json_out: Annotated[bool, option(GENERAL, "print a JSON list", "--json")] = False,
-) -> None:
-    """List trainings: how far they are, how good, whether they run."""
-    if not directory.is_dir():
-        raise ValueError(f"no directory {directory}: give the one that holds the runs.")
-    found = list(find_runs(directory))
-    if json_out:
-        print(json.dumps([asdict(one) for one in found], indent=1))
-        return
-    console = Terminal()
-    if not found:
-        console.print(f"no trainings in {directory}; outrider train RECIPE begins one", highlight=False)
-        return
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for heading in ("run", "target"):
-        table.add_column(heading, overflow="ellipsis")
-    table.add_column("drafter", no_wrap=True)
-    for heading in ("step", "best", "speedup", "state", "age", "size"):
-        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
-    for one in found:
-        table.add_row(*_cells(one))
-    console.print(table, highlight=False)
-    console.print("best: tokens per round on held-out prompts", style="dim", highlight=False)
-
-
-def _cells(one: TrainingRun) -> list[str]:
-    return [
-        one.run,
-        Path(one.target or "-").name,
-        one.algorithm or "-",
-        f"{one.step}/{one.steps or '-'}",
-        "-" if one.best is None else f"{one.best:.2f}",
-        "-" if one.speedup is None else f"{one.speedup:.2f}x",
-        one.status,
-        _age(one.seconds),
-        f"{one.bytes / 2**30:.1f}G" if one.bytes >= 2**30 else f"{one.bytes / 2**20:.0f}M",
-    ]
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f}{unit}"
-    return f"{seconds:.0f}s"
 
 
 def find_runs(top: Path) -> Iterator[TrainingRun]:

@@ -1,0 +1,80 @@
+"""Settings of one answer. Read by `--help`, so nothing here imports PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from outrider.config import (
+    AUTO,
+    DRAFTS,
+    PROMPTS,
+    SAMPLING,
+    SMOLLM2,
+    Backend,
+    Config,
+    DrafterOrNone,
+    Lookup,
+    Machine,
+    MaxNewTokens,
+    Sampling,
+    TargetName,
+    Thinking,
+    TreeText,
+    Typical,
+    argument,
+    option,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSampling(Sampling):
+    """`Sampling` with another seed each time."""
+
+    seed: Annotated[int | None, option(SAMPLING, "of random numbers; another one each time by default")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(Config):
+    """An answer to a prompt: `outrider.load` and `Model.stream`."""
+
+    prompt: Annotated[str, argument("what to answer")]
+    target: TargetName = SMOLLM2
+    drafter: DrafterOrNone = AUTO
+    backend: Backend = "local"
+    raw: Annotated[bool, option(PROMPTS, "no chat template: continue the text")] = False
+    thinking: Thinking = False
+    max_new_tokens: MaxNewTokens = 256
+    stop: Annotated[tuple[str, ...], option(SAMPLING, "text that ends the response; repeatable", repeated=True)] = ()
+    sampling: AnswerSampling = AnswerSampling()
+    confidence_threshold: Annotated[
+        float | None, option(DRAFTS, "verify while so confident; else by cost, per round", min=0.0, max=1.0)
+    ] = None
+    tree: TreeText = None
+    lookup: Lookup = ()
+    typical: Typical = None
+    show_rounds: Annotated[bool, option(DRAFTS, "colour drafts, corrections and bonus tokens")] = False
+    trace: Annotated[Path | None, option(DRAFTS, "JSON file of every round, for outrider report", beside="path")] = None
+    machine: Machine = Machine()
+
+    def check(self) -> None:
+        if any("\ud800" <= character <= "\udfff" for character in self.prompt):  # how Python shows other bytes
+            raise ValueError("the prompt is not UTF-8 text.")
+        if not self.prompt.strip():
+            raise ValueError("the prompt is empty: give at least one word to answer.")
+        if self.raw and self.thinking:
+            raise ValueError("--thinking asks the chat template for it, and --raw has none: leave one of them out.")
+        if self.tree is not None and self.confidence_threshold is not None:
+            raise ValueError("--tree with --confidence-threshold: nodes of a tree have no confidences; leave one out.")
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of `Model.stream`."""
+        return {
+            "raw": self.raw,
+            "thinking": self.thinking,
+            "max_new_tokens": self.max_new_tokens,
+            "stop": self.stop,
+            **self.sampling.settings(),
+            "confidence_threshold": self.confidence_threshold,
+        }

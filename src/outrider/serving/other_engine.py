@@ -1,0 +1,116 @@
+"""The commands that serve target and drafter on another engine.
+
+[outrider export DRAFTER --to ENGINE --out runs/DRAFTER-ENGINE]     if the engine does not load it as it is
+[VARIABLE=VALUE] python -m ...
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.api.drafter import DrafterChoice, choose_drafter
+from outrider.backends.base import ExternalEngine, Launch, Speculation
+from outrider.backends.config import ExportConfig
+from outrider.backends.export import embedding_factor, run_export
+from outrider.backends.launch import become, check_installed
+from outrider.backends.registry import server_of
+from outrider.checkpoints.checkpoint import load_weights
+from outrider.serving.config import LOOPBACK, ServeConfig
+from outrider.target.hub import loadable_name, resolve_model
+from outrider.target.model import count_layers
+from outrider.utils.packaged import name_of
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """How another engine is started. `export`: what has to be written before."""
+
+    words: list[str]
+    variables: dict[str, str]
+    export: ExportConfig | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """The commands, as a shell takes them."""
+        variables = [f"{name}={value}" for name, value in self.variables.items()]
+        lines = [" ".join([*variables, shlex.join(self.words)])]
+        if self.export is not None:
+            words = ["outrider", "export", str(self.export.drafter), "--to", str(self.export.to)]
+            words += ["--target", str(self.export.target), "--out", str(self.export.out)]
+            lines.insert(0, shlex.join(words))
+        return lines
+
+
+def engine_command(config: ServeConfig, say: Say) -> EngineCommand:
+    """The commands that serve on another engine.
+
+    Raises:
+        ValueError: it cannot serve this drafter.
+    """
+    assert config.engine is not None
+    engine, choice = server_of(config.engine), choose_drafter(config.drafter, config.target)
+    speculation, export = (None, None) if choice is None else _speculation(engine, choice, config.target)
+    extra = config.started.words()
+    if config.host not in LOOPBACK and not any(word.startswith("--api-key") for word in extra):
+        say(f"warning: anyone who reaches {config.host} may use this server; give --engine-args '--api-key KEY'.")
+    plan = Launch(
+        str(resolve_model(config.target)) if config.launch else loadable_name(config.target),
+        speculation,
+        host=config.host,
+        port=config.port,
+        name=config.name,
+        dtype=config.engine_dtype,
+        users=config.max_requests,
+        python=config.started.engine_python or (sys.executable if config.launch else "python"),
+        executable=config.started.engine_command,
+        extra=extra,
+    )
+    return EngineCommand(engine.command(plan), engine.environment(plan), export)
+
+
+def become_engine(config: ServeConfig, command: EngineCommand, say: Say) -> None:
+    """Export the drafter if that is needed, and run the engine in place of this process.
+
+    Raises:
+        ValueError: the engine's command cannot be run.
+    """
+    try:
+        check_installed(command.words)
+    except ValueError as error:
+        option = "--engine-python" if config.started.engine_command is None else "--engine-command"
+        raise ValueError(f"{option}: {error}") from error
+    if command.export is not None and command.export.out is not None:
+        if command.export.out.is_dir():
+            say(f"drafter: {command.export.out}, exported before; remove it to export it again")
+        else:
+            run_export(command.export)
+            say(f"drafter: exported to {command.export.out}")
+    say(command.lines[-1])
+    become(command.words, command.variables)
+
+
+def _speculation(engine: ExternalEngine, choice: DrafterChoice, target: str) -> tuple[Speculation, ExportConfig | None]:
+    """How the engine is told of the drafter, and the export that it needs before; None if it loads it as it is.
+
+    Raises:
+        ValueError: the engine cannot serve it.
+    """
+    try:
+        return choice.speculation(engine, target), None
+    except ValueError:
+        if choice.directory is None or choice.hybrid:
+            raise
+    parts = load_weights(choice.directory, count_layers(target))
+    try:
+        engine.limits(parts, embedding_factor(target))
+    except ValueError as error:
+        raise ValueError(f"--engine {engine.name} with the drafter {name_of(choice.directory)}: {error}") from error
+    out = Path("runs") / f"{choice.directory.resolve().name}-{engine.name}"
+    export = ExportConfig(drafter=Path(name_of(choice.directory)), to=engine.name, out=out, target=target)
+    return Speculation.of(parts, str(out)), export
