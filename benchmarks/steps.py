@@ -55,7 +55,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "policy, acceptance": [
         (SkipDrafting, "depths"),
         (Acceptance, "plan_view"),
-        (Drafting, "record"),
+        (Drafting, "observe"),
         (Engine, "schedule"),
     ],
     "drafter: reads": [(Drafting, "read"), (Drafting, "read_overdue")],
