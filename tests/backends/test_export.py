@@ -198,9 +198,9 @@ MIXED: Change = {
 }
 UNSERVED: list[tuple[str, str, Change, str]] = [
     ("vllm", "hydra", {}, "it takes no hydra drafters: train one of dflash, .*As it is, Outrider alone serves it"),
-    ("vllm", "dspark", {"markov_head_type": "rnn"}, "'rnn' is not served .* --to sglang, deepspec, speculators, or"),
+    ("vllm", "dspark", {"markov_head_type": "rnn"}, '"rnn" is not served .* --to sglang, deepspec, speculators, or'),
     ("vllm", "dspark", {"markov_rank": 0, "confidence_head_with_markov": False}, "markov_rank 0 has no place"),
-    ("llama.cpp", "dspark", {"markov_head_type": "gated"}, "markov_head_type 'gated' is not served there"),
+    ("llama.cpp", "dspark", {"markov_head_type": "gated"}, 'markov_head_type "gated" is not served there'),
     ("llama.cpp", "dspark", {"target_layer_ids": (0, 2, 4)}, r"target_layer_ids \[0, 2, 4\] reach the last layer"),
     ("llama.cpp", "dspark", {"confidence_head_with_markov": False}, "confidence_head_with_markov false has no place"),
     ("llama.cpp", "dflash", {"draft_vocab_size": VD}, "40 has no place .* drafter.draft_vocab_size=null"),
@@ -211,7 +211,7 @@ UNSERVED: list[tuple[str, str, Change, str]] = [
     ],
     ("vllm", "dflash", {"sample_from_anchor": True}, "sample_from_anchor true is not served there"),
     ("sglang", "dspark", {"markov_rank": 0, "confidence_head_with_markov": False}, "markov_rank 0 has no place"),
-    ("deepspec", "dspark", {"sample_from_anchor": False}, "sample_from_anchor false is not heeded there"),
+    ("deepspec", "dspark", {"sample_from_anchor": False}, "sample_from_anchor false is not served there"),
     ("sglang", "dspark", {"sample_from_anchor": False}, "sample_from_anchor false is not served there"),
     ("sglang", "eagle3", {"norm_output": True}, "norm_output true has no place"),
     ("sglang", "eagle3", {"target_layer_ids": (0, 1)}, r"target_layer_ids \[0, 1\] must be three"),
@@ -226,7 +226,7 @@ UNSERVED: list[tuple[str, str, Change, str]] = [
     ("vllm", "dflash", MIXED, r"is_causal null .* would become true for all layers.*--to zlab"),
     ("vllm", "dflash", {"final_logit_softcapping": 3.0}, "final_logit_softcapping are not heeded there"),
     ("llama.cpp", "dflash", MIXED, "is_causal null .* has no place there"),
-    ("deepspec", "dspark", MIXED, "is_causal must be false"),
+    ("deepspec", "dspark", MIXED, "is_causal null is not served there"),
     ("speculators", "dflash", {"is_causal": True}, "is_causal true has no place in the speculators dialect"),
 ]
 

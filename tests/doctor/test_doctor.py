@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-import outrider.doctor.examine as run
+import outrider.doctor.checkpoints as run
 import outrider.drafters.dflash as packed
 import outrider.drafters.layers as attention
 from outrider.cli.main import app
@@ -29,8 +29,8 @@ from outrider.data.chat import Chat, render
 from outrider.data.conversations import Conversation
 from outrider.data.regenerate import temperature_of
 from outrider.data.responses import Reply, read_responses
-from outrider.doctor.case import Check, Finding, Inputs, read_data, read_drafter
-from outrider.doctor.examine import CHECKS, examine
+from outrider.doctor.checkpoints import CHECKS, Inputs, examine, read_data, read_drafter
+from outrider.doctor.evidence import Check, Finding, verdict
 from outrider.drafters.config import mask_token_id
 from outrider.target.fused import rotate
 from outrider.target.model import Target, load_target
@@ -370,8 +370,8 @@ def test_acceptance_that_falls_with_length(healthy: Path, target: Target) -> Non
     late_N = found.positions_N >= 32
     collapsed = replace(found, sampled_NK=found.sampled_NK * torch.where(late_N, 0.1, 1.0)[:, None])
     inputs.probe.own = collapsed
-    result = {c.name: c for c in CHECKS}["context length"].run(inputs)
-    assert result.status == "warning" and "32-64" in result.figure
+    result = {c.name: c for c in CHECKS}["context length"].find(inputs)
+    assert result is not None and result.status == "warning" and "32-64" in result.figure
 
 
 def test_an_untrained_drafter_is_not_called_healthy(home: Path, target: Target) -> None:
@@ -389,7 +389,7 @@ def test_an_untrained_drafter_is_not_called_healthy(home: Path, target: Target) 
     unclear = {name for name, found in findings.items() if found.status == "unclear"}
     wiring = {"aux layer indices", "aux layer order", "mask token", "block layout", "RoPE base"}
     assert unclear >= wiring | {"training record"}, findings
-    assert run.verdict([findings[name] for name in wiring]) == "unclear"
+    assert verdict([findings[name] for name in wiring]) == "unclear"
     figure = findings["aux layer indices"].figure
     assert re.fullmatch(r"cannot tell yet: accepted length too low \(1\.\d\d; \d+ positions\)", figure)
 
@@ -418,10 +418,10 @@ def test_a_window_shorter_than_the_conversations(home: Path, target: Target) -> 
 def test_a_check_that_breaks_is_a_fault_and_stops_nothing(
     healthy: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(inputs: Inputs) -> Finding:
+    def breaks(inputs: Inputs) -> Any:
         raise RuntimeError("out of spoons")
 
-    monkeypatch.setattr(run, "CHECKS", (Check("data", "broken", (), breaks), *CHECKS[:2]))
+    monkeypatch.setattr(run, "CHECKS", (Check("data", "broken", breaks, ()), *CHECKS[:2]))
     findings = diagnose(healthy, target)
     assert faults(findings) == {"broken"} and "out of spoons" in findings["broken"].figure and len(findings) == 3
 

@@ -25,21 +25,24 @@ from torch import Tensor
 import outrider
 import outrider.decoding.verification as verification
 import outrider.doctor.replay as replay
-import outrider.doctor.server as server
+import outrider.doctor.servers as server
 import outrider.serving.app as app
+from outrider.backends.base import Counts, Round
 from outrider.backends.openai import Endpoint
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.data.chat import render
 from outrider.data.responses import Sample
-from outrider.doctor.case import Finding, Probe
-from outrider.doctor.examine import verdict
-from outrider.doctor.replay import Counts, Expected, Replay, Round, Text, faults, log_likelihood, walk
-from outrider.doctor.server import (
-    Answer,
+from outrider.doctor.evidence import Finding, Status, verdict
+from outrider.doctor.probe import Probe
+from outrider.doctor.replay import Expected, Replay, Text, faults, log_likelihood, walk
+from outrider.doctor.servers import (
+    CHECKS,
+    Evidence,
     Question,
+    ServerAnswer,
     ServerClient,
-    ServerReport,
     examine_server,
+    server_json,
     spread_of_length,
 )
 from outrider.drafters.base import DrafterWeights
@@ -157,11 +160,11 @@ FAULTS: dict[str, tuple[str, Change]] = {
 QUICK = ("aux layers - 1", "causal")
 
 
-def by_check(report: ServerReport) -> dict[str, Finding]:
+def by_check(report: Evidence) -> dict[str, Finding]:
     return {finding.check: finding for finding in report.findings}
 
 
-def causes(report: ServerReport) -> list[str]:
+def causes(report: Evidence) -> list[str]:
     return [finding.check for finding in report.findings if finding.group == "likely causes"]
 
 
@@ -171,11 +174,11 @@ def test_a_healthy_server_is_clean(
     with asking(alphabet_pair, target) as client:
         report = examine_server(client, weights, questions, baseline=client)
     assert {name: f.figure for name, f in by_check(report).items() if f.status != "ok"} == {}
-    assert "rounds told" in by_check(report)["counters"].figure
+    assert "rounds described" in by_check(report)["counters"].figure
     assert "5 of 5 greedy texts are the same" in by_check(report)["with and without drafter"].figure
     assert report.hypotheses[0].fault.name == "none" and not causes(report)
     assert report.hypotheses[0].length > 1.5, "far above chance, or the tests below prove nothing"
-    found = json.loads(json.dumps(report.as_json()))
+    found = json.loads(json.dumps(server_json(report)["server"]))
     assert found["hypotheses"][0]["fault"] == "none" and found["rounds"] > 50
 
 
@@ -318,12 +321,13 @@ def test_another_template_is_found(
     tokenizer.save_pretrained(home / "target")
     with asking(home, target) as client:
         rendered = [client.render(questions[0])]
-        found = server._prompt(client.tokenizer, rendered, thinking=False)
+        found = find("prompt", client=client, rendered=rendered)
         assert found.status == "fault" and "with thinking" in found.figure
         tokenizer.chat_template = "be good! " + TEMPLATE
-        client.tokenizer = tokenizer
+        other = replace(client, target=Target(target.model, tokenizer, target.name))
         own = replace(questions[0], tokens=tuple(render(tokenizer, [tuple(questions[0].chat["messages"])], [])))
-        found = server._prompt(tokenizer, [replace(rendered[0], question=own)], thinking=False)  # type: ignore[type-var]
+        assert rendered[0] is not None
+        found = find("prompt", client=other, rendered=[replace(rendered[0], question=own)])
         assert found.status == "fault" and "be good!" in found.figure
 
 
@@ -352,7 +356,7 @@ def test_sampled_text_of_another_temperature_is_found(
         hot = Hot(client.endpoint, "m", target, max_new_tokens=NEW, timeout=60)
         report = examine_server(hot, weights, questions)
     found = by_check(report)
-    assert found["sampled text"].status == "fault" and report.causes[0].cause == "sampled text"
+    assert found["sampled text"].status == "fault" and server.causes(report.findings)[0].check == "sampled text"
     assert found["text"].status == found["acceptance"].status == "ok"
     assert len(report.hypotheses[0].expected) == sum(a.temperature == 0 for a in report.answers)
 
@@ -424,7 +428,7 @@ def test_a_server_that_stops_answering_is_judged_by_what_it_said(
         report = examine_server(client, weights, questions)
     found = by_check(report)
     assert found["answers"].status == "warning" and "6 of 10 questions" in found["answers"].figure
-    assert reason in found["answers"].figure and report.causes[0].cause == "answers"
+    assert reason in found["answers"].figure and server.causes(report.findings)[0].check == "answers"
     assert found["text"].status == found["acceptance"].status == "ok"
 
 
@@ -450,7 +454,8 @@ def test_a_record_that_contradicts_the_counters_is_not_believed(
     with asking(alphabet_pair, target) as client:
         report = examine_server(client, weights, questions)
     found = by_check(report)
-    assert [cause.cause for cause in report.causes] == ["counters"] and "10 of 10" in found["counters"].figure
+    assert [cause.check for cause in server.causes(report.findings)] == ["counters"]
+    assert "10 of 10" in found["counters"].figure
     assert found["acceptance"].status == "ok" and found["asked again"].status == "skipped"
 
 
@@ -484,18 +489,27 @@ def test_counts_that_cannot_be(
 def test_a_server_that_drafts_nothing(target: Target, weights: DrafterWeights, questions: list[Question]) -> None:
     client = canned(target, tokens=[5, 6, 7], fields=record([0, 0, 0, 0, 0]))
     counters = by_check(examine_server(client, weights, questions[:2], temperatures=[0.0]))["counters"]
-    assert counters.status == "fault" and "makes none" in counters.meaning
+    assert counters.status == "fault" and "no drafts" in counters.meaning
 
 
-def answer(counts: Counts, tokens: int = 20, question: Question | None = None) -> Answer:
-    return Answer(question or Question("k", (1, 2), {}), 0.0, tuple(range(tokens)), exact=True, counts=counts)
+def find(check: str, weights: DrafterWeights | None = None, **evidence: Any) -> Finding:
+    """The finding of one check; `evidence`: fields and measurements of `Evidence`."""
+    e = Evidence(cast(Any, None), cast(Any, weights), 0, answers=[])
+    vars(e).update({"counters": SimpleNamespace(drafting=True, bad=0, unlike=0)} | evidence)
+    finding = next(one for one in CHECKS if one.name == check).find(e)
+    assert finding is not None
+    return finding
+
+
+def answer(counts: Counts, tokens: int = 20, question: Question | None = None) -> ServerAnswer:
+    return ServerAnswer(question or Question("k", (1, 2), {}), 0.0, tuple(range(tokens)), exact=True, counts=counts)
 
 
 @pytest.mark.parametrize(
     ("slots", "drafted", "status"), [(4, 40, "ok"), (3, 30, "warning"), (None, 30, "warning"), (4, 30, "warning")]
 )
 def test_draft_lengths_that_are_cut(slots: int | None, drafted: int, status: str, weights: DrafterWeights) -> None:
-    found = server._draft_length([answer(Counts(10, 9, drafted=drafted, slots=slots))], weights)
+    found = find("draft length", weights, chosen=[0], compared=[answer(Counts(10, 9, drafted=drafted, slots=slots))])
     assert found.status == status
 
 
@@ -503,10 +517,10 @@ def test_draft_lengths_that_are_cut(slots: int | None, drafted: int, status: str
 def test_less_is_accepted_the_second_time(way: str, word: str) -> None:
     first, fewer = Counts(10, 9, slots=4), Counts(14, 5, slots=4)
     again = {"again": [answer(first)], "together": [answer(first)]} | {way: [answer(fewer)]}
-    found = server._asked_again([answer(first)], again)
+    found = find("asked again", answers=[answer(first)], again=again)
     assert found.status == "fault" and word in found.meaning
     again[way] = [answer(first)]
-    assert server._asked_again([answer(first)], again).status == "ok"
+    assert find("asked again", answers=[answer(first)], again=again).status == "ok"
 
 
 def test_an_answer_without_drafts_is_possible_where_the_server_chooses() -> None:
@@ -514,9 +528,9 @@ def test_an_answer_without_drafts_is_possible_where_the_server_chooses() -> None
     rounds = [{"source": None, "drafts": [], "tokens": [n]} for n in range(8)]
     plain = server.counts_of({"choices": [{"trace": rounds}], **record([0, 0, 0, 0, 0])}, 8)
     assert plain is not None and plain.rounds == 0 and server.impossible(answer(plain, tokens=8)) is None
-    drafted = replace(plain, rounds=4, accepted=4, rounds_told=(Round(0, 2, 1, tokens=2),) * 4)
+    drafted = replace(plain, rounds=4, accepted=4, described=(Round(0, 2, 1, tokens=2),) * 4)
     first, second = answer(drafted, tokens=8), answer(plain, tokens=8)
-    found = server._asked_again([first], {"again": [second], "together": [first]})
+    found = find("asked again", answers=[first], again={"again": [second], "together": [first]})
     assert found.status == "ok" and "again against" not in found.figure
 
 
@@ -525,11 +539,12 @@ def test_ties_are_told_from_errors(target: Target, questions: list[Question]) ->
     logits_V = target.logits(target.forward(prompt, target.new_cache(99), logits=0).hidden_BTD[0, -1])
     first, second, last = logits_V.sort(descending=True).indices[[0, 1, -1]].tolist()
     one = replace(answer(Counts(1, 0), question=questions[0]), tokens=(first,))
-    wrong = server._both_ways(target, [one], [replace(one, tokens=(last,))])
+    client = SimpleNamespace(target=target)
+    wrong = find("with and without drafter", client=client, answers=[one], baseline=[replace(one, tokens=(last,))])
     assert wrong.status == "fault" and f"{logits_V[last]:.4f}) without" in wrong.figure
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "_TIE_BFLOAT16", float(logits_V[first] - logits_V[second]) + 1e-3)
-        tie = server._both_ways(target, [one], [replace(one, tokens=(second,))])
+        tie = find("with and without drafter", client=client, answers=[one], baseline=[replace(one, tokens=(second,))])
     assert tie.status == "ok" and "tie of bfloat16" in tie.figure
 
 
@@ -537,14 +552,15 @@ def test_defaults_that_change_the_text(target: Target, questions: list[Question]
     prompt = torch.tensor([questions[0].tokens])
     logits_V = target.logits(target.forward(prompt, target.new_cache(99), logits=0).hidden_BTD[0, -1])
     one = replace(answer(Counts(1, 0), question=questions[0]), tokens=(int(logits_V.argmax()),))
-    found = server._defaults(target, [one], [replace(one, tokens=(int(logits_V.argmin()),))])
+    client, other = SimpleNamespace(target=target), replace(one, tokens=(int(logits_V.argmin()),))
+    found = find("defaults", client=client, answers=[one], again={"plain": [other]})
     assert found.status == "warning" and "by default" in found.figure and "generation_config.json" in found.meaning
-    assert server._defaults(target, [one], [one]).status == "ok"
-    assert server._defaults(target, [one], []).status == "skipped"
+    assert find("defaults", client=client, answers=[one], again={"plain": [one]}).status == "ok"
+    assert find("defaults", client=client, answers=[one], again={"plain": []}).status == "skipped"
 
 
 def test_causes_are_the_worst_first() -> None:
-    def finding(status: Any, check: str, group: str = "server", meaning: str = "m") -> Finding:
+    def finding(status: Status, check: str, group: str = "server", meaning: str = "m") -> Finding:
         return Finding(status, "figure", meaning, group=group, check=check)
 
     found = [
@@ -555,9 +571,7 @@ def test_causes_are_the_worst_first() -> None:
         finding("unclear", "features", "likely causes"),
         finding("fault", "prompt"),
     ]
-    named = [(cause.cause, cause.probability) for cause in ServerReport(found).causes]
-    assert [name for name, _ in named] == ["aux layers", "prompt", "draft length", "features"]
-    assert dict(named)["prompt"] is None
+    assert [cause.check for cause in server.causes(found)] == ["aux layers", "prompt", "draft length", "features"]
 
 
 # The traps of docs/engines.md, and the check of the doctor that names it where a server has it; None: such a
@@ -590,13 +604,15 @@ def test_every_trap_of_an_engine_has_a_rule(target: Target, weights: DrafterWeig
     assert set(re.findall(r"^### (\S+)$", traps, re.MULTILINE)) == TRAPS.keys()
     probe = Probe(target, weights, [Sample("s", list(range(4, 40)), ((8, 36),))])
     said = {fault.name: fault.meaning + fault.remedy for fault in faults(probe, {}, weights.config.gamma)}
-    cut = server._draft_length([answer(Counts(10, 9, drafted=30, slots=3))], weights)
+    cut = find("draft length", weights, chosen=[0], compared=[answer(Counts(10, 9, drafted=30, slots=3))])
     first, fewer = answer(Counts(10, 9, slots=4)), answer(Counts(14, 5, slots=4))
-    less = server._asked_again([first], {"again": [first], "together": [fewer]})
+    less = find("asked again", answers=[first], again={"again": [first], "together": [fewer]})
     one = replace(first, question=Question("k", (5, 6), {}))
-    changed = server._defaults(target, [one], [replace(one, tokens=(9,))])
+    changed = find(
+        "defaults", client=SimpleNamespace(target=target), answers=[one], again={"plain": [replace(one, tokens=(9,))]}
+    )
     drawn = [replace(one, tokens=(7,), temperature=1.0)]
-    unlikely = server._sampled_text(cast(Replay, SimpleNamespace(surprise=lambda index: (20.0, 1.0))), drawn)
+    unlikely = find("sampled text", replayed=(SimpleNamespace(surprise=lambda index: (20.0, 1.0)), drawn))
     for name, found in (
         ("draft length", cut),
         ("asked again", less),
@@ -665,9 +681,9 @@ def test_counts_are_read_from_every_engine() -> None:
         {"source": "copy", "drafts": [draft], "tokens": [3, 4]},
         {"source": None, "drafts": [], "tokens": [5]},
     ]
-    rounds_told = (Round(0, 2, 1, tokens=2), Round(2, 0, 0, tokens=2), Round(4, 0, 0, tokens=1))
+    described = (Round(0, 2, 1, tokens=2), Round(2, 0, 0, tokens=2), Round(4, 0, 0, tokens=1))
     found = server.counts_of({"choices": [{"trace": rounds}], **record([1, 0, 0, 0, 0])}, 5)
-    assert found == Counts(1, 1, (1, 0, 0, 0), drafted=2, slots=4, rounds_told=rounds_told)
+    assert found == Counts(1, 1, (1, 0, 0, 0), drafted=2, slots=4, described=described)
     told = {"spec_verify_ct": 6, "spec_num_correct_drafts": 10, "spec_num_proposed_drafts": 24}
     for histogram, expected in (([2, 1, 0, 3, 0], by_position), (None, Counts(6, 10, drafted=24))):
         details = told | {"spec_correct_drafts_histogram": histogram}
@@ -688,10 +704,10 @@ def test_rounds_are_read_from_detailed_records() -> None:
     fields["metrics"]["speculative_decoding"] |= steps
     told = (Round(1, 4, 2, tokens=3), Round(4, 4, 0, tokens=1), Round(5, 4, 3, tokens=2))
     found = server.counts_of({"choices": [{}], **fields}, 7)
-    assert found is not None and found.rounds_told == told and found.reached_K == (3, 2, 2, 1)
+    assert found is not None and found.described == told and found.reached_K == (3, 2, 2, 1)
     for tokens in (5, 10):  # some step without drafts is missing, so that places are not known
         found = server.counts_of({"choices": [{}], **fields}, tokens)
-        assert found is not None and found.rounds_told == ()
+        assert found is not None and found.described == ()
 
 
 def test_counters_are_taken_where_an_answer_tells_sums_alone() -> None:
@@ -732,7 +748,7 @@ def test_the_walk_is_the_enumeration(start: int, cut: bool) -> None:
 
 
 def test_the_truth_is_likeliest() -> None:
-    """Counts drawn from one q are likelier under it than under others, rounds told or not."""
+    """Counts drawn from one q are likelier under it than under others, rounds described or not."""
     rng, sample = np.random.default_rng(1), Sample("s", list(range(80)), ((2, 80),))
     true_NK, other_NK = np.full((60, 3), 0.7), np.full((60, 3), 0.5)
     rounds, start = list[Round](), 0
@@ -742,7 +758,7 @@ def test_the_truth_is_likeliest() -> None:
         start += hits + 1
     hits_K = tuple(sum(one.accepted > k for one in rounds) for k in range(3))
     plain = Counts(len(rounds), sum(hits_K), hits_K, slots=3)
-    for counts in (plain, replace(plain, accepted_K=None), replace(plain, rounds_told=tuple(rounds))):
+    for counts in (plain, replace(plain, accepted_K=None), replace(plain, described=tuple(rounds))):
         text = Text(sample, 60, 1.0, counts)
         scores = []
         for q_NK in (true_NK, other_NK):

@@ -11,8 +11,9 @@ Every engine is one subclass of `ExternalEngine` in a file of its own and one li
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -25,7 +26,7 @@ from outrider.drafters.base import DrafterWeights
 
 @dataclass(frozen=True)
 class Speculation:
-    """How an engine is told to draft.
+    """The drafting that an engine is started with.
 
     Attributes:
         method: of checkpoints/registry.py; or `lm`, a smaller language model; or `ngram`, which needs no weights.
@@ -86,7 +87,7 @@ class Launch:
     def positions(self) -> int | None:
         """Positions per request: its context and room for two drafts.
 
-        Where rows and next draft of the longest request have no room, vLLM drafts for none in the batch.
+        If rows and next draft of the longest request have no room, vLLM drafts for none in the batch.
         """
         if self.context is None:
             return None
@@ -94,8 +95,8 @@ class Launch:
 
     def flags(self, **values: str) -> list[str]:
         """`flag value` of each of these fields that is not None: flags(users="--max-num-seqs")."""
-        found = {flag: getattr(self, name) for name, flag in values.items()}
-        return [word for flag, value in found.items() if value is not None for word in (flag, str(value))]
+        given = {flag: getattr(self, name) for name, flag in values.items()}
+        return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,57 @@ class MetricNames:
 
 # What a request leaves out, servers take from the target's generation settings; decoding here has no penalties.
 NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round that the server described.
+
+    Attributes:
+        start: tokens of the response before it.
+        verified: drafts verified; 0: none of the drafter's.
+        accepted: drafts accepted.
+        tokens: that it gave.
+    """
+
+    start: int
+    verified: int
+    accepted: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Rounds of one answer, as its server counts them.
+
+    Attributes:
+        accepted: drafts accepted at all positions.
+        accepted_K: drafts accepted at each position; None: the server reports their sum alone.
+        drafted: None: not reported.
+        slots: drafts of a round; None: not reported.
+        described: every round, if the server describes them.
+    """
+
+    rounds: int
+    accepted: int
+    accepted_K: tuple[int, ...] | None = None
+    drafted: int | None = None
+    slots: int | None = None
+    described: tuple[Round, ...] = ()
+
+    @property
+    def reached_K(self) -> tuple[int, ...]:
+        """Rounds that verified a draft at each position and had accepted all before it."""
+        assert self.accepted_K is not None
+        if self.described:
+            drafting = [(r.verified, r.accepted) for r in self.described if r.verified]
+            return tuple(sum(v > k and a >= k for v, a in drafting) for k in range(len(self.accepted_K)))
+        return (self.rounds, *self.accepted_K[:-1])
+
+
+def at_positions(histogram: Sequence[int]) -> tuple[int, ...]:
+    """Drafts accepted at each position, from the numbers of rounds that accepted 0, 1, 2 ... drafts."""
+    return tuple(sum(histogram[k + 1 :]) for k in range(len(histogram) - 1))
 
 
 class ExternalEngine:
@@ -152,7 +204,7 @@ class ExternalEngine:
         return {**self.takes, **brought}
 
     def check(self, parts: DrafterWeights) -> list[str]:
-        """What the engine does without in serving this drafter, a sentence each.
+        """List what the engine leaves out when it serves this drafter, a sentence each.
 
         Raises:
             ValueError: it cannot serve the drafter; the message names the field and what to train instead. Callers
@@ -188,11 +240,15 @@ class ExternalEngine:
         return {}
 
     def accepted_length(self, event: Mapping[str, Any]) -> float | None:
-        """Tokens per round of one request, as an event of its stream tells; None: it does not."""
+        """Tokens per round of one request, from an event of its stream; None: not reported."""
+        return None
+
+    def counts(self, answer: Mapping[str, Any], tokens: int) -> Counts | None:
+        """The rounds of a whole answer of so many tokens; None: not reported."""
         return None
 
     def name_of(self, method: str) -> str:
-        """What the engine calls the method.
+        """The engine's name of a method.
 
         Raises:
             ValueError: it has none of that kind.
@@ -276,6 +332,17 @@ class ExternalEngine:
 # ----------------------------------------------------------------------------
 
 
+def require(parts: DrafterWeights, field: str, value: object, reason: str) -> None:
+    """Refuse a drafter whose config has another value of a field than the engine serves.
+
+    Raises:
+        ValueError: names the field, its value, the reason and the value to train with.
+    """
+    if (own := getattr(parts.config, field)) != value:
+        given, needed = (json.dumps(x) for x in (own, value))
+        raise ValueError(f"{field} {given} is not served there; {reason}: train with drafter.{field}={needed}.")
+
+
 def check_sequential_head(parts: DrafterWeights) -> None:
     """Refuse DSpark without a sequential head.
 
@@ -295,23 +362,20 @@ def check_vanilla_head(parts: DrafterWeights) -> None:
         ValueError: the drafter has another one, or none.
     """
     check_sequential_head(parts)
-    if parts.algorithm == "dspark" and parts.config.markov_head_type != "vanilla":
-        raise ValueError(
-            f"markov_head_type {parts.config.markov_head_type!r} is not served there: train with "
-            "drafter.markov_head_type=vanilla."
-        )
+    if parts.algorithm == "dspark":
+        require(parts, "markov_head_type", "vanilla", "its DSpark has that sequential head alone")
 
 
 def check_targets_vocabulary(parts: DrafterWeights) -> None:
-    """Refuse an LM head or embedding of the drafter's own, where the target's are taken whatever the checkpoint has.
+    """Refuse an LM head or embedding of the drafter's own: these engines take the target's.
 
     Raises:
         ValueError: the drafter has one.
     """
     if parts.head_VdH is not None or parts.embedding_VH is not None:
         raise ValueError(
-            "lm_head.weight and embed_tokens.weight of the drafter's own have no place there, where the target's are "
-            "taken: train a drafter here, whose head and embedding are the target's."
+            "lm_head.weight and embed_tokens.weight of the drafter's own have no place there; the target's are used: "
+            "train a drafter here, whose head and embedding are the target's."
         )
 
 
@@ -326,10 +390,10 @@ def causal_in_sliding_layers_alone(parts: DrafterWeights) -> bool:
 
 
 class Backend(Protocol):
-    """What takes the load: our `Engine`, a simulated one, or a client of a server.
+    """The receiver of a load: our `Engine`, a simulated one, or a client of a server.
 
-    `step` returns what came since the last call; if nothing did, it waits, but not long where requests may come
-    meanwhile. `last` is None where steps are not seen; then only what users see is measured, and what a
+    `step` returns what came since the last call; if nothing did, it waits, but not long if requests may come
+    meanwhile. `last` is None if steps are not seen; then only what users see is measured, and what a
     `ReportsAcceptance` backend reports.
     """
 
@@ -348,7 +412,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of one window: tokens per round, bonus included, and accepted drafts per verified one; None: not reported."""
+    """Acceptance in a window: tokens per round with the bonus, accepted drafts per verified one; None: not reported."""
 
     accepted_length: float | None
     acceptance: float | None = None
@@ -357,7 +421,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class RequestStats:
-    """Of one finished request: its response where the outputs were parts of a text, and its accepted length."""
+    """A finished request: its response if the outputs were parts of a text, and its accepted length."""
 
     tokens: list[int] | None
     accepted_length: float | None

@@ -60,7 +60,7 @@ def target_facts(id_or_dir: str, dtype: torch.dtype) -> TargetFacts:
         architectures=Fields(raw, fields.where, fields.dialect).texts("architectures"),
         num_layers=fields.integer("num_hidden_layers", high=MOST_LAYERS),
         embedding_VH=embedding_VH.to(dtype),
-        head_VH=(embedding_VH if head_VH is None else head_VH).to(dtype),  # tied where there is none
+        head_VH=(embedding_VH if head_VH is None else head_VH).to(dtype),  # tied if there is none
         embedding_scale=_embedding_scale(inner, embedding_VH.dtype),
     )
 
@@ -105,9 +105,9 @@ def _tensor(directory: Path, name: str) -> Tensor | None:
     for path in weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
-                found = [key for key in file.keys() if key == name or key.endswith("." + name)]  # noqa: SIM118
-                if found:
-                    tensor: Tensor = file.get_tensor(min(found, key=len))
+                names = [key for key in file.keys() if key == name or key.endswith("." + name)]  # noqa: SIM118
+                if names:
+                    tensor: Tensor = file.get_tensor(min(names, key=len))
                     return tensor
         except SafetensorError as error:
             raise ValueError(f"{path} is not a readable safetensors file ({error}).") from error
@@ -170,18 +170,18 @@ def to_export(checkpoint: Checkpoint, target: TargetFacts, dtype: torch.dtype = 
 
 def refusals(parts: DrafterWeights, target: TargetFacts) -> dict[str, str | None]:
     """By engine, why `parts` cannot be exported for it; None: they can."""
-    found: dict[str, str | None] = {}
+    reasons: dict[str, str | None] = {}
     for engine in exporters():
         try:
             engine.write(parts, target)
-            found[engine.name] = None
+            reasons[engine.name] = None
         except ValueError as error:
-            found[engine.name] = str(error)
-    return found
+            reasons[engine.name] = str(error)
+    return reasons
 
 
 def _unread(metadata: Mapping[str, Any], engine: ExternalEngine, method: str) -> list[str]:
-    """What outrider.json says of serving and the engine does not read, a sentence each."""
+    """Settings of outrider.json that the engine does not read, a sentence each."""
     sentences = []
     if any(metadata.get(name) is not None for name in (CALIBRATION, SAMPLED_CALIBRATION)):
         does = engine.calibration if method == "dspark" else f"computes none for {method}"

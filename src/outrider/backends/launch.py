@@ -107,10 +107,10 @@ def check_installed(command: Sequence[str]) -> None:
         return
     package = command[2].partition(".")[0]
     try:
-        found = subprocess.run([command[0], "-c", _FIND, package], env=_environment({}), check=False)
+        search = subprocess.run([command[0], "-c", _FIND, package], env=_environment({}), check=False)
     except OSError as error:
         raise _not_run(command, error) from error
-    if found.returncode != 0:
+    if search.returncode != 0:
         raise ValueError(f"{command[0]} has no package {package}: name the python of an environment that has it.")
 
 
@@ -160,7 +160,7 @@ def _failure(what: str, command: Sequence[str], log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     shown = "\n".join(f"    {line}" for line in lines[-_LAST_LINES:]) or "    (nothing)"
     # Engines of several processes end in an error about the one that failed: the cause is the first they printed.
-    causes = [found[1] for line in lines if (found := _ERROR.search(line))]
+    causes = [match[1] for line in lines if (match := _ERROR.search(line))]
     first = f"  its first error: {causes[0]}\n" if causes else ""
     return f"{what}: {shlex.join(command)}\n{shown}\n{first}  its whole log is {log}"
 

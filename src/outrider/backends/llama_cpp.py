@@ -17,6 +17,7 @@ from typing import Any
 
 from outrider.backends.base import (
     NO_PENALTIES,
+    Counts,
     ExternalEngine,
     Launch,
     MetricNames,
@@ -131,6 +132,16 @@ class LlamaCpp(ExternalEngine):
         if not timings.get("draft_n"):
             return None
         return float(timings["predicted_n"] / (timings["predicted_n"] - timings["draft_n_accepted"]))
+
+    def counts(self, answer: Mapping[str, Any], tokens: int) -> Counts | None:
+        """See `ExternalEngine`; sums alone, which mlx-vlm reports in the same fields."""
+        timings = answer.get("timings") or {}
+        if not timings.get("draft_n"):
+            return None
+        accepted = int(timings["draft_n_accepted"])
+        # mlx-vlm reports its rounds. llama.cpp does not: the difference includes the first token and draftless steps.
+        rounds = int(timings.get("draft_rounds") or int(timings["predicted_n"]) - accepted)
+        return Counts(rounds, accepted, drafted=int(timings["draft_n"]))
 
     def _flags(self, speculation: Speculation) -> list[str]:
         name = self.name_of(speculation.method)

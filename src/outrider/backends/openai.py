@@ -4,7 +4,7 @@
     POST /v1/chat/completions   messages: for servers that render prompts themselves, with their own template
 
     data: {"choices": [{"text": " four", "token_ids": [2, 9], "finish_reason": null}]}      an event of a stream
-    data: {"choices": [], "usage": {...}, "metrics": {...}}        after the last part, where the server is asked for it
+    data: {"choices": [], "usage": {...}, "metrics": {...}}        after the last part, if the request asks for it
     data: [DONE]
 
 vLLM gives `token_ids` and `prompt_token_ids` when asked for `return_token_ids`; others call the first `output_ids`.
@@ -56,8 +56,8 @@ class OpenAICompatible(ExternalEngine):
         self._engines = engines
 
     def accepted_length(self, event: Mapping[str, Any]) -> float | None:
-        found = (engine.accepted_length(event) for engine in self._engines)
-        return next((length for length in found if length is not None), None)
+        lengths = (engine.accepted_length(event) for engine in self._engines)
+        return next((length for length in lengths if length is not None), None)
 
 
 _UNKNOWN = OpenAICompatible()
@@ -83,7 +83,7 @@ class Endpoint:
         model: as the server calls it; None: the one it lists.
         engine: what it is.
         chat_of: a prompt's tokens -> `messages` and `tools` of a chat; given, the chat endpoint is asked instead.
-        thinking: what the server's chat template is told; None: nothing, for servers that know no such field.
+        thinking: sent as `enable_thinking`; None: not sent, for servers that know no such field.
 
     Raises:
         ValueError: the URL is none of a server, or the key cannot be sent.
@@ -98,9 +98,9 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         try:
-            found = httpx.URL(self.url)
-            usable = found.scheme in ("http", "https") and bool(found.host) and not found.query and not found.fragment
-            usable = usable and (found.port is None or 0 < found.port < 2**16)
+            url = httpx.URL(self.url)
+            usable = url.scheme in ("http", "https") and bool(url.host) and not url.query and not url.fragment
+            usable = usable and (url.port is None or 0 < url.port < 2**16)
         except httpx.InvalidURL:
             usable = False
         if not usable:
@@ -137,7 +137,7 @@ class Endpoint:
         return OpenAIClient(self, http)
 
     def readings(self) -> dict[str, list[float]]:
-        """What /metrics says now; nothing where there is no such page."""
+        """Values of /metrics by name; none if there is no such page."""
         try:
             page = self.get(f"{self.root}/metrics")
             return read_metrics(page.text) if page.is_success else {}
@@ -145,7 +145,7 @@ class Endpoint:
             return {}
 
     def printable(self, text: object) -> str:
-        """What a server or its client says, in one line that may be printed and stored.
+        """A message of a server or its client, in one line that may be printed and stored.
 
         The key, user and password that it may repeat are masked, and characters that steer a terminal are escaped.
         """
@@ -170,7 +170,7 @@ def served_model(endpoints: Sequence[Endpoint]) -> str:
     Raises:
         ValueError: none is named and no server lists one, or they list different ones.
     """
-    found: dict[str, str] = {}
+    models: dict[str, str] = {}
     for endpoint in endpoints:
         if endpoint.model is not None:
             return endpoint.model
@@ -179,17 +179,17 @@ def served_model(endpoints: Sequence[Endpoint]) -> str:
             name = listed.json()["data"][0]["id"]
             if not isinstance(name, str):
                 raise TypeError("a model without a name")
-            found[shown_url(endpoint.base)] = name
+            models[shown_url(endpoint.base)] = name
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
             reason = endpoint.printable(f"{type(error).__name__}: {error}")
-    if not found:
+    if not models:
         raise ValueError(
             f"no model is listed at {', '.join(shown_url(endpoint.base) for endpoint in endpoints)} ({reason}). Start "
             "the server, or name its model (--served-model; data.served_model of a recipe)."
         )
-    if len(set(found.values())) > 1:
-        raise ValueError(f"the servers list different models ({found}); name the one to ask for.")
-    return next(iter(found.values()))
+    if len(set(models.values())) > 1:
+        raise ValueError(f"the servers list different models ({models}); name the one to ask for.")
+    return next(iter(models.values()))
 
 
 @dataclass
@@ -237,15 +237,15 @@ class OpenAIClient:
 
 @dataclass(frozen=True)
 class Part:
-    """What an event of a stream, or a whole answer, says.
+    """The contents of a stream's event, or of a whole answer.
 
     Attributes:
         text: None: there is no field for text.
         reasoning: text that the server took out of `text`.
         tokens: ids of the response's tokens; None: the server gives text only.
         finish_reason: None: the response goes on.
-        accepted_length: of the whole request; None: not told.
-        prompt: ids of the prompt's tokens, where they are told.
+        accepted_length: of the whole request; None: not reported.
+        prompt: ids of the prompt's tokens; None: not reported.
         stop: the stop token or string that ended the response.
         parsed_out: names of the fields that hold what is not in `text`.
     """
@@ -326,7 +326,7 @@ def _ids(value: Any) -> list[int] | None:
 
 
 def retry_after(header: str | None) -> float | None:
-    """Seconds from a Retry-After header, which holds seconds or a date; None where it says neither."""
+    """Seconds from a Retry-After header, which holds seconds or a date; None if it says neither."""
     if header is None:
         return None
     with suppress(ValueError):
@@ -347,19 +347,19 @@ def retry_after(header: str | None) -> float | None:
 
 def read_metrics(text: str) -> dict[str, list[float]]:
     """Values by name, one for every set of labels; lines that are no samples are passed over."""
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for line in text.splitlines():
         with suppress(Exception):  # one line at a time: a bad one costs no other
             for family in text_string_to_metric_families(line):
                 for sample in family.samples:
-                    found.setdefault(sample.name, []).append(sample.value)
-    return found
+                    values.setdefault(sample.name, []).append(sample.value)
+    return values
 
 
 def acceptance_between(
     names: MetricNames, before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]
 ) -> Acceptance:
-    """Acceptance between two readings; None where the engine does not tell, or nothing was drafted."""
+    """Acceptance between two readings; None if the engine does not report it, or nothing was drafted."""
 
     def grown(name: str | None) -> float | None:
         return None if name is None or name not in after else sum(after[name]) - sum(before.get(name, ()))
@@ -377,7 +377,7 @@ def acceptance_between(
 #
 #     submit -> POST           step <- parts of any response, as they come (after a few milliseconds: nothing)
 #
-# Where a server names no token ids, a part counts as many tokens as its text has, and a finished response is the tokens
+# If a server sends no token ids, a part counts as many tokens as its text has, and a finished response is the tokens
 # of its whole text: parts may end inside a token.
 # ----------------------------------------------------------------------------
 
@@ -431,8 +431,8 @@ class ServerBackend:
                 self._loop.run_until_complete(asyncio.wait_for(self._arrived.wait(), _STEP_SECONDS))
         if self._failure is not None:
             raise self._failure
-        found, self._outputs = self._outputs, []
-        return found
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def start_window(self) -> None:
         self._before = self.endpoint.readings()
@@ -463,7 +463,7 @@ class ServerBackend:
             if all(part.finish_reason is None for part in parts):
                 raise ValueError("the answer ends without a finish_reason")
             self._finish(request.id, parts)
-        except Exception as error:  # any: nobody else would be told of it, and the load would wait for ever
+        except Exception as error:  # any: it would reach nobody else, and the load would wait for ever
             url, reason = shown_url(self._client.url(chat)), self.endpoint.printable(error) or type(error).__name__
             self._failure = ValueError(f"{url} did not answer a request: {reason}")
             self._arrived.set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 
-from outrider.backends.base import ExternalEngine
+from outrider.backends.base import ExternalEngine, require
 from outrider.backends.llama_cpp import LlamaCpp
 from outrider.backends.openai import OpenAICompatible
 from outrider.backends.sglang import SGLang
@@ -43,16 +43,8 @@ class DeepSpecCode(ExternalEngine):
     over_http = False
 
     def check(self, parts: DrafterWeights) -> list[str]:
-        if parts.config.is_causal is not False:
-            raise ValueError(
-                "is_causal must be false; rows of its blocks see each other in both directions: train with "
-                "drafter.is_causal=false."
-            )
-        if not parts.config.sample_from_anchor:
-            raise ValueError(
-                "sample_from_anchor false is not heeded there; its blocks draft from the anchor: train with "
-                "drafter.sample_from_anchor=true."
-            )
+        require(parts, "is_causal", False, "rows of its blocks see each other in both directions")
+        require(parts, "sample_from_anchor", True, "its blocks draft from the anchor")
         return []
 
     def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:

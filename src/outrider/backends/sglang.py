@@ -7,25 +7,30 @@
                         or --speculative-num-draft-tokens K + 1
 
 SGLang counts the rows that are verified, the anchor among them; a DSpark block alone counts drafts. DFlash 2 is in it
-since 0.5.19, under DFlash's name: the checkpoint's architecture tells. """
+since 0.5.19, under DFlash's name: the checkpoint's architecture says so.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from outrider.backends.base import (
     NO_PENALTIES,
+    Counts,
     ExternalEngine,
     Launch,
     MetricNames,
     Speculation,
+    at_positions,
     check_sequential_head,
+    require,
 )
 from outrider.checkpoints.dialects.base import ExportedCheckpoint
 from outrider.checkpoints.dialects.deepspec import DeepSpec
@@ -76,11 +81,8 @@ class SGLang(ExternalEngine):
                 )
             return []
         check_sequential_head(parts)
-        if parts.algorithm == "dspark" and not config.sample_from_anchor:
-            raise ValueError(
-                "sample_from_anchor false is not served there; its DSpark blocks draft from the anchor: train with "
-                "drafter.sample_from_anchor=true."
-            )
+        if parts.algorithm == "dspark":
+            require(parts, "sample_from_anchor", True, "its DSpark blocks draft from the anchor")
         if any(pattern.causal != (pattern.window is not None) for pattern in getattr(config, "attention_patterns", ())):
             raise ValueError(
                 f"is_causal {config.is_causal} is not heeded there; block rows see those after them in layers without "
@@ -117,6 +119,24 @@ class SGLang(ExternalEngine):
         if launch.speculation:
             command += self._flags(launch.speculation)
         return [*command, *launch.extra]
+
+    def counts(self, answer: Mapping[str, Any], tokens: int) -> Counts | None:
+        """See `ExternalEngine`; in the answer or its first choice, as `sglext` or `meta_info`."""
+        for holder in (answer["choices"][0], answer):
+            for name in ("sglext", "meta_info"):
+                record = holder.get(name) or {}
+                record = record.get("spec_tokens_details") or record
+                if not record.get("spec_verify_ct") or "spec_num_correct_drafts" not in record:
+                    continue
+                histogram = record.get("spec_correct_drafts_histogram") or ()
+                return Counts(
+                    rounds=int(record["spec_verify_ct"]),
+                    accepted=int(record["spec_num_correct_drafts"]),
+                    accepted_K=at_positions(histogram) or None,
+                    drafted=int(record["spec_num_proposed_drafts"]),
+                    slots=len(histogram) - 1 if histogram else None,
+                )
+        return None
 
     def _flags(self, speculation: Speculation) -> list[str]:
         """Trees have a width of 1 here: chains."""

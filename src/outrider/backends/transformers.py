@@ -63,10 +63,10 @@ class HfDecoder:
         thread = threading.Thread(target=self._generate, args=(prompt, most, rounds, cancelled), daemon=True)
         thread.start()
         try:
-            while (found := rounds.queue.get()) is not None:
-                if isinstance(found, BaseException):
-                    raise ValueError(f"transformers' generate failed: {found}") from found
-                yield found
+            while (event := rounds.queue.get()) is not None:
+                if isinstance(event, BaseException):
+                    raise ValueError(f"transformers' generate failed: {event}") from event
+                yield event
         finally:
             cancelled.event.set()
             thread.join()

@@ -17,12 +17,16 @@ from typing import Any
 
 from outrider.backends.base import (
     NO_PENALTIES,
+    Counts,
     ExternalEngine,
     Launch,
     MetricNames,
+    Round,
     Speculation,
+    at_positions,
     causal_in_sliding_layers_alone,
     check_vanilla_head,
+    require,
 )
 from outrider.checkpoints.dialects.base import Dialect
 from outrider.checkpoints.dialects.deepspec import DeepSpec
@@ -54,11 +58,8 @@ class VLLM(ExternalEngine):
 
     def check(self, parts: DrafterWeights) -> list[str]:
         check_vanilla_head(parts)
-        if parts.algorithm == "dflash" and parts.config.sample_from_anchor:
-            raise ValueError(
-                "sample_from_anchor true is not served there; its DFlash drafts from masks alone: train with "
-                "drafter.sample_from_anchor=false."
-            )
+        if parts.algorithm == "dflash":
+            require(parts, "sample_from_anchor", False, "its DFlash drafts from masks alone")
         if not getattr(parts.config, "plain_logits", True):
             raise ValueError(
                 "output_multiplier and final_logit_softcapping are not heeded there; its DFlash drafts with the head's "
@@ -107,8 +108,22 @@ class VLLM(ExternalEngine):
 
     def accepted_length(self, event: Mapping[str, Any]) -> float | None:
         """From `metrics` of the last event, with --per-request-spec-decode-metrics summary."""
-        found = (event.get("metrics") or {}).get("speculative_decoding")
-        return float(found["mean_acceptance_length"]) if found and found["num_spec_steps"] else None
+        record = (event.get("metrics") or {}).get("speculative_decoding")
+        return float(record["mean_acceptance_length"]) if record and record["num_spec_steps"] else None
+
+    def counts(self, answer: Mapping[str, Any], tokens: int) -> Counts | None:
+        """See `ExternalEngine`; with --per-request-spec-decode-metrics summary, or detailed: then every round."""
+        record = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+        if not (histogram := record.get("acceptance_histogram")):
+            return None
+        return Counts(
+            rounds=int(record["num_spec_steps"]),
+            accepted=int(record["num_accepted_draft_tokens"]),
+            accepted_K=at_positions(histogram),
+            drafted=int(record["num_draft_tokens"]),
+            slots=record.get("num_spec_tokens") or len(histogram) - 1,
+            described=_described(record, tokens),
+        )
 
     def _flags(self, speculation: Speculation) -> list[str]:
         config: dict[str, Any] = {"method": self.name_of(speculation.method)}
@@ -123,3 +138,16 @@ class VLLM(ExternalEngine):
         export = self.exports().get(speculation.method)
         needed = {} if export is None else export.environment
         return {**needed, **(_V2_RUNNER if speculation.mixed_layers else {})}
+
+
+def _described(record: Mapping[str, Any], tokens: int) -> tuple[Round, ...]:
+    """The rounds of a detailed record; none if steps without drafts are missing, so that places are unknown.
+
+    The first token comes with the prefill; the last round may go on after the answer's end.
+    """
+    rounds, start = list[Round](), 1
+    steps = zip(record.get("per_step_drafted") or (), record.get("per_step_accepted") or (), strict=True)
+    for verified, accepted in steps:
+        rounds.append(Round(start, int(verified), int(accepted), tokens=min(int(accepted) + 1, tokens - start)))
+        start += int(accepted) + 1
+    return tuple(rounds) if rounds and rounds[-1].start < tokens <= start else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from outrider.utils.terminal import Terminal
 
 def doctor(config: DoctorConfig) -> None:
     """Check target, drafter and data, or a server; status 1 if a fault is found."""
-    from outrider.doctor.examine import verdict
+    from outrider.doctor.evidence import verdict
     from outrider.utils.files import check_outputs
 
     check_outputs(files=[config.json_out])
@@ -32,19 +32,19 @@ def doctor(config: DoctorConfig) -> None:
 
 def _examine_files(config: DoctorConfig) -> list[Any]:
     from outrider.data.sources import load_prompts
-    from outrider.doctor.case import Inputs, read_data, read_drafter
-    from outrider.doctor.examine import (
+    from outrider.doctor.checkpoints import (
         LONG,
         QUICK,
         QUICK_SAMPLES,
         QUICK_TOKENS,
-        as_json,
+        Inputs,
         examine,
         left_out,
-        print_findings,
-        print_summary,
+        read_data,
+        read_drafter,
         replaced,
     )
+    from outrider.doctor.evidence import as_json, print_findings, print_summary
     from outrider.target.model import load_target
 
     console, target, data, device = Terminal(), config.target, config.data, config.machine.device
@@ -101,8 +101,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def _examine_server(config: DoctorConfig) -> list[Any]:
     from outrider.backends.openai import Endpoint, served_model, shown_url
     from outrider.checkpoints.checkpoint import load_checkpoint
-    from outrider.doctor.examine import as_json, print_causes, print_findings, print_summary
-    from outrider.doctor.server import Question, ServerClient, examine_server
+    from outrider.doctor.evidence import as_json, print_findings, print_summary
+    from outrider.doctor.servers import Question, ServerClient, examine_server, print_causes, server_json
     from outrider.drafters.base import check_fits
     from outrider.evaluation.loadtest.load import mixed_prompts
     from outrider.target.model import load_target
@@ -144,12 +144,11 @@ def _examine_server(config: DoctorConfig) -> list[Any]:
         )
     seen = [replace(f, meaning="", remedy="") for f in report.findings if f.group == "server"]
     print_findings(seen, console)
-    print_causes(report.causes, console)
+    print_causes(report.findings, console)
     print_summary(report.findings, console)
     if config.json_out is not None:
         examined: dict[str, Any] = {"base_url": shown_url(config.base_url), "target": config.target}
         examined |= {"drafter": str(config.drafter), "tasks": list(config.tasks)}
-        causes = list(map(asdict, report.causes))
-        data = {**as_json(report.findings, examined), "causes": causes, "server": report.as_json()}
-        _write(config.json_out, data | {"versions": versions()})
+        data = {**as_json(report.findings, examined), **server_json(report), "versions": versions()}
+        _write(config.json_out, data)
     return report.findings

@@ -1,19 +1,19 @@
-"""What a correct implementation accepts on the text that a server produced, and what one with a known fault accepts.
+"""Acceptance that a correct implementation has on the text that a server produced, and that one with a fault has.
 
-    text         y_1 .. y_R of the server, continued greedily by K tokens: engines count drafts behind the end, too
-    q_nk         probability that draft k behind y_1 .. y_n is accepted if those before it are: one training forward
+    text         y_1 .. y_R of the server, continued greedily by K tokens: engines count drafts after the end, too
+    q_nk         probability that draft k after y_1 .. y_n is accepted if those before it are: one training forward
                  of the drafter for all n, the drafts before k taken from the text
     walk         P(a accepted at n) = prod_{k <= a} q_nk (1 - q_n,a+1),  next round at n + a + 1
     counts       rounds that reach position k, and drafts accepted there, per answer
 
-How q follows from the drafter's likeliest token d, its probability p_d and the target's p_t of the text's token y:
+q follows from the drafter's likeliest token d, its probability p_d and the target's p_t of the text's token y:
 
     chosen       [d = y]                      drafts are the likeliest tokens, which engines draft at any temperature
     sampled      min(1, p_d(y) / p_t(y))      drafts are drawn, and verified by rejection sampling
     compared     p_d(y)                       drafts are drawn, and compared with the target's token: acceptance is lost
 
 A hypothesis is a way of drafting with one fault. Its counts are compared with the server's, answer by answer and
-position by position, by the beta-binomial distribution: a binomial one with room for ties and rounding. Where a server
+position by position, by the beta-binomial distribution: a binomial one with room for ties and rounding. If a server
 describes every round, its accepted drafts are compared with q there. At temperature 0 the true hypothesis agrees but
 for ties, so a few hundred rounds tell hypotheses apart that have almost the same accepted length.
 
@@ -27,7 +27,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations
 from typing import Any, cast
 
 import numpy as np
@@ -35,9 +34,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from outrider.backends.base import Counts, Round
 from outrider.data.responses import Sample
-from outrider.doctor.case import Probe, Variant
-from outrider.doctor.drafter import COMMON_THETAS, plausible_masks, target_rope
+from outrider.doctor.probe import Probe, Variant, neighbouring_layers, other_bases, other_masks, other_orders
 from outrider.drafters.base import DrafterWeights, DraftModule
 from outrider.drafters.dflash import DFlash, DraftLayer
 from outrider.drafters.fused_loss import HeadProducts
@@ -46,8 +45,8 @@ from outrider.target.model import Target
 
 Floats = NDArray[np.float64]
 
-# Of the beta distribution of a count's rate: room for ties, rounding and the ends of responses. Drafts of greedy text
-# are accepted or not whatever is drawn: less room there.
+# Concentration of the beta distribution of a count's rate: room for ties, rounding and the ends of responses. Greedy
+# drafts are accepted or not whatever is drawn, so they get less room.
 _CONCENTRATION, _EXACT = 20.0, 60.0
 _SLIPS = 0.03  # share of rounds that end anyhow: ties, rounding
 _SHRINKAGE = 1.0  # rounds with the hypothesis' mean rate that are added to those of an answer
@@ -58,57 +57,7 @@ _WINDOWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _SCALINGS = (2, 4, 8)
 _BITS = 4
 _ROWS = 64  # of logits over the whole vocabulary at once
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round that the server described.
-
-    Attributes:
-        start: tokens of the response before it.
-        verified: drafts verified; 0: none of the drafter's.
-        accepted: of them.
-        tokens: that it gave.
-    """
-
-    start: int
-    verified: int
-    accepted: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Rounds of one answer, as the server counts them.
-
-    Attributes:
-        accepted_K: drafts accepted at each position; None: the server tells their sum alone.
-        accepted: their sum.
-        drafted: None: not told.
-        slots: drafts of a round; None: not told.
-        rounds_told: every round, where the server describes them.
-    """
-
-    rounds: int
-    accepted: int
-    accepted_K: tuple[int, ...] | None = None
-    drafted: int | None = None
-    slots: int | None = None
-    rounds_told: tuple[Round, ...] = ()
-
-    @property
-    def length(self) -> float:
-        """Accepted length: tokens per round, the target's own included."""
-        return 1 + self.accepted / max(self.rounds, 1)
-
-    @property
-    def reached_K(self) -> tuple[int, ...]:
-        """Rounds that verified a draft at each position and had accepted all before it."""
-        assert self.accepted_K is not None
-        if self.rounds_told:
-            drafting = [(r.verified, r.accepted) for r in self.rounds_told if r.verified]
-            return tuple(sum(v > k and a >= k for v, a in drafting) for k in range(len(self.accepted_K)))
-        return (self.rounds, *self.accepted_K[:-1])
+_DOUBT = 4.0  # log-likelihoods are divided by it: rounds of one answer are not independent
 
 
 @dataclass(frozen=True)
@@ -122,15 +71,19 @@ class Text:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Those of the response, as it was split here."""
+        """Tokens of the response, as it was split here."""
         start = self.sample.spans[0][0]
         return tuple(self.sample.tokens[start : start + self.response])
 
     @property
+    def drafting(self) -> list[Round]:
+        """The rounds that the server described and drafted in."""
+        return [one for one in self.counts.described if one.verified and one.start < self.response]
+
+    @property
     def starts(self) -> list[int]:
-        """Places in the response behind which drafts are replayed: where the server drafted, or all."""
-        told = self.counts.rounds_told
-        return [one.start for one in _drafting(self)] if told else list(range(self.response))
+        """Places in the response after which drafts are replayed: those where the server drafted, or all."""
+        return [one.start for one in self.drafting] if self.counts.described else list(range(self.response))
 
     @property
     def anchors(self) -> list[int]:
@@ -151,7 +104,7 @@ def along(q_NK: Floats, text: Text) -> Expected:
     """Expected counts of the rounds that the server described, each begun where it began."""
     slots = q_NK.shape[1]
     reached_K, accepted_K = np.zeros(slots), np.zeros(slots)
-    for one, q_K in zip(_drafting(text), q_NK, strict=True):
+    for one, q_K in zip(text.drafting, q_NK, strict=True):
         through = np.concatenate(([1.0], np.cumprod(q_K[: one.verified])))
         reached_K[: len(through) - 1] += through[:-1]
         accepted_K[: len(through) - 1] += through[1:]
@@ -159,11 +112,11 @@ def along(q_NK: Floats, text: Text) -> Expected:
 
 
 def walk(q_NK: Floats, response: int, start: int, cut: bool) -> Expected:
-    """Expected counts of an answer whose rounds are not told.
+    """Expected counts of an answer whose rounds are not described.
 
     Args:
         response: its tokens.
-        start: 1 where the first token comes with the prefill and is not drafted, else 0.
+        start: 1 if the first token comes with the prefill and is not drafted, else 0.
         cut: drafts are cut so that a round ends with the response at the latest; otherwise the last round counts all.
     """
     slots = q_NK.shape[1]
@@ -185,20 +138,14 @@ def walk(q_NK: Floats, response: int, start: int, cut: bool) -> Expected:
     return Expected(rounds, reached_K, accepted_K)
 
 
-def _drafting(text: Text) -> list[Round]:
-    """The rounds that the server described and drafted in."""
-    return [one for one in text.counts.rounds_told if one.verified and one.start < text.response]
-
-
 def log_likelihood(expected: Sequence[Expected], texts: Sequence[Text], acceptance: Sequence[Floats]) -> float:
-    """Of the server's counts, given what a hypothesis expects of the same answers.
+    """Log-likelihood of the server's counts, given what a hypothesis expects of the same answers.
 
     Args:
         acceptance: q [N, K] of each answer, by which rounds that the server described are judged one by one.
     """
-    described = [(t, q) for t, q in zip(texts, acceptance, strict=True) if t.counts.rounds_told]
-    total = sum(_of_rounds(text, q_NK) for text, q_NK in described)
-    counted = [(e, t) for e, t in zip(expected, texts, strict=True) if not t.counts.rounds_told]
+    total = sum(_of_rounds(t, q) for t, q in zip(texts, acceptance, strict=True) if t.counts.described)
+    counted = [(e, t) for e, t in zip(expected, texts, strict=True) if not t.counts.described]
     if not counted:
         return total
     counts = [text.counts for _, text in counted]
@@ -225,10 +172,10 @@ def log_likelihood(expected: Sequence[Expected], texts: Sequence[Text], acceptan
 def _of_rounds(text: Text, q_NK: Floats) -> float:
     """Log-likelihood of the accepted drafts of every round that the server described.
 
-    A round that ends the response tells that so many were accepted at least.
+    A round that ends the response shows only that so many were accepted at least.
     """
     total = 0.0
-    for one, q_K in zip(_drafting(text), q_NK, strict=True):
+    for one, q_K in zip(text.drafting, q_NK, strict=True):
         verified = min(one.verified, len(q_K))
         through = np.concatenate(([1.0], np.cumprod(q_K[:verified]), [0.0]))
         accepted = min(one.accepted, verified)
@@ -243,7 +190,7 @@ def _wide(values: Sequence[float] | Floats, slots: int) -> Floats:
 
 
 # ----------------------------------------------------------------------------
-# The faults: each a small change of the drafter or of what it is given, with what it means and what to do.
+# Faults: each a small change of the drafter or of what it is given, its cause and its fix.
 # ----------------------------------------------------------------------------
 
 
@@ -252,7 +199,7 @@ class Fault:
     """A kind of fault and its variants; `mode`: how drafts are drawn (see above); None: "chosen" or "sampled"."""
 
     name: str
-    variants: tuple[Variant, ...]
+    variants: Sequence[Variant]
     meaning: str
     remedy: str
     mode: str | None = None
@@ -268,195 +215,42 @@ def faults(probe: Probe, others: Mapping[str, DrafterWeights], slots: int) -> li
         others: further checkpoints that the server may have loaded, by name.
         slots: drafts of a round there.
     """
-    drafter, target = probe.drafter, probe.target
-    found = [*_of_features(probe), *_of_vocabulary(probe)]
-    if drafter.block_variants:
-        longest = max(len(sample.tokens) for sample in probe.samples)
-        found += _of_blocks(cast(DFlash, drafter), target, longest=longest, slots=slots)
-    if getattr(drafter, "markov_head", None) is not None:
-        found.append(
-            Fault(
-                "sequential head",
-                (Variant("without the sequential head", module=_without_sequential_head),),
-                "The engine drafts with the parallel logits alone: it loaded the drafter as plain DFlash, or dropped "
-                "markov_w1 and markov_w2.",
-                remedy="Serve it by an engine and a method that know the head (docs/engines.md, "
-                "which engine takes which "
-                "drafter), and name the method dspark.",
-            )
-        )
-    found += [
-        Fault(
-            "embedding scale",
-            tuple(Variant(f"embeddings times {x:g}", embedding=x) for x in _embedding_factors(target)),
-            "The drafter is given embeddings with another factor than in training (Gemma's sqrt(hidden_size) is the "
-            "usual one).",
-            remedy="Export the drafter for this engine again (outrider export), which writes "
-            "input_embedding_scale, and look "
-            "whether the engine reads it.",
-        ),
-        Fault(
-            "weights",
-            (
-                Variant(f"weights rounded to {_BITS} bits", module=_rounded),
-                *(Variant(name, module=_taken(weights.module)) for name, weights in others.items()),
-                Variant(f"LM head rounded to {_BITS} bits", head=_rounded_rows),
-                Variant("last draft layer not loaded", module=_without_last_layer),
-                *_of_tensors(probe),
-            ),
-            "The server drafts with other weights than this directory holds: another or an older checkpoint, a "
-            "quantised copy, or tensors that its loader skipped (docs/engines: vllm-medusa-biases, "
-            "llama-cpp-dspark-head).",
-            remedy="Compare the directory in the server's command with this one (file dates, "
-            "hashes), restart the server, and "
-            "look in its log for tensors that were not loaded.",
-        ),
-        Fault(
-            "sampling on one side",
-            (Variant("drafts drawn, the target's token compared"),),
-            "Drafts are drawn from p_d and compared with the target's token instead of verified by rejection sampling: "
-            "the text is right, and acceptance is sum p_d p_t instead of sum min(p_d, p_t).",
-            remedy="Draft greedily (the likeliest token), or verify with min(1, p_t / p_d) and the residual.",
-            mode="compared",
-        ),
-    ]
-    return [fault for fault in found if fault.variants]
+    blocks = _of_blocks(probe, slots) if probe.drafter.block_variants else []
+    table = [*_of_features(probe), *_of_vocabulary(probe), *blocks, *_of_weights(probe, others)]
+    return [fault for fault in table if fault.variants]
 
 
 def _of_features(probe: Probe) -> list[Fault]:
-    aux_layers = probe.aux_layers
-    if not aux_layers:
+    layers = probe.aux_layers
+    if not layers:
         return []
-    last, moved = probe.target.num_layers - 2, list[tuple[int, ...]]()
-    for step in (-1, 1):  # what cannot be moved stays where it is, as in engines
-        found = tuple(min(max(layer + step, -1), last) for layer in aux_layers)
-        moved += [found] if len(set(found)) == len(found) and set(found) <= set(probe.reachable) else []
-    orders = {aux_layers[::-1], *(aux_layers[i:] + aux_layers[:i] for i in range(1, len(aux_layers)))}
-    for i, j in combinations(range(len(aux_layers)), 2):
-        swapped = list(aux_layers)
-        swapped[i], swapped[j] = swapped[j], swapped[i]
-        orders.add(tuple(swapped))
     return [
         Fault(
             "aux layers",
-            tuple(Variant(f"aux layers {list(found)}", aux_layers=found) for found in moved),
-            "The server takes the hidden states of neighbouring layers. Conventions differ by one: a layer's output, "
-            "the next layer's input, transformers' hidden_states[i + 1].",
-            remedy=f"Make the server read the outputs of decoder layers {list(aux_layers)}, counted from 0; export the "
-            "drafter for this engine again (outrider export).",
+            neighbouring_layers(layers, probe.target),
+            "The server takes the hidden states of neighbouring layers: conventions differ by one.",
+            f"Make the server read the outputs of decoder layers {list(layers)}, counted from 0 (outrider export).",
         ),
         Fault(
             "order of aux layers",
-            tuple(Variant(f"order {list(o)}", aux_layers=o) for o in sorted(orders - {aux_layers})),
+            other_orders(layers),
             "The hidden states of the aux layers reach the drafter in another order than in training.",
-            remedy=f"Concatenate them in the order {list(aux_layers)}.",
+            f"Concatenate them in the order {list(layers)}.",
         ),
         Fault(
             "features",
             (
-                Variant("features one token late", features=_late),
-                Variant("features one token early", features=_early),
+                Variant("features one token late", features=lambda aux, _: torch.cat((aux[:1], aux[:-1]))),
+                Variant("features one token early", features=lambda aux, _: torch.cat((aux[1:], aux[-1:]))),
                 Variant("nothing of the prompt (prefix cache)", features=_without_prompt),
-                Variant("features of zeros", features=_zeros),
+                Variant("features of zeros", features=lambda aux, _: torch.zeros_like(aux)),
                 Variant("features of other tokens", shuffled=True),
             ),
-            "The drafter's context is not the hidden states of the text: shifted by a token, with holes where the "
-            "prompt came from a prefix cache, or not there at all.",
-            remedy="Switch the prefix cache off and ask again (vLLM --no-enable-prefix-caching, SGLang "
-            "--disable-radix-cache). If that changes nothing, compare the rows that reach the drafter with the tokens.",
+            "The drafter's context is not the text's hidden states: shifted, missing, or without a cached prompt.",
+            "Switch the prefix cache off and ask again (vLLM --no-enable-prefix-caching, SGLang "
+            "--disable-radix-cache); else compare the rows that reach the drafter with the tokens.",
         ),
     ]
-
-
-def _of_tensors(probe: Probe) -> list[Variant]:
-    """Tensors that engines are known to leave out or to take for others."""
-    found = []
-    if any(name.endswith("bias") and bool(bias.any()) for name, bias in probe.drafter.named_parameters()):
-        found.append(Variant("biases not loaded", module=_without_biases))
-    own, embedding_VH = probe.objective.head_VH, probe.objective.embed_VH
-    rows_VdH = embedding_VH[probe.draft_ids_Vd.to(embedding_VH.device)]
-    if rows_VdH.shape == own.shape and not torch.equal(rows_VdH.to(own.dtype), own):
-        found.append(
-            Variant("the embedding in place of the LM head", head=lambda head_VdH: rows_VdH.to(head_VdH.dtype))
-        )
-    return found
-
-
-def _of_blocks(drafter: DFlash, target: Target, *, longest: int, slots: int) -> list[Fault]:
-    config = drafter.config
-    theirs = target_rope(target).get("rope_theta")
-    bases = [float(b) for b in dict.fromkeys([theirs, *COMMON_THETAS]) if b is not None]
-    masks = plausible_masks(target, config.mask_token_id)
-    flipped = not config.sample_from_anchor
-    causal = not config.is_causal
-    widths = _WINDOWS if config.layer_types else (None, *_WINDOWS)
-    windows = [w for w in widths if w != config.sliding_window and _fits(w, config.block_size, longest)]
-    several = len(drafter.layers) > 1
-    found = [
-        Fault(
-            "mask token",
-            tuple(Variant(f"mask token {i}", {"mask_token_id": i}) for i in masks),
-            "The masked rows of a block are filled with another token than in training.",
-            remedy=f"Set mask_token_id to {config.mask_token_id} in the config.json that the server loads.",
-        ),
-        Fault(
-            "block layout",
-            (
-                Variant(
-                    f"sample_from_anchor={flipped}",
-                    {"sample_from_anchor": flipped, "block_size": slots if flipped else slots + 1},
-                ),
-            ),
-            "Every draft is read from the neighbouring row of the block.",
-            remedy=f"Set sample_from_anchor to {str(config.sample_from_anchor).lower()}, or name "
-            "the method that has this "
-            "layout (dflash: no; dspark: yes).",
-        ),
-        Fault(
-            "attention inside the block",
-            (Variant("causal" if causal else "bidirectional", {"is_causal": causal}),),
-            "Rows of a block see other rows than in training (causal against bidirectional attention).",
-            remedy=f"Set is_causal to {str(config.is_causal).lower()} in the config.json that the server loads, and "
-            "choose an attention backend that honours it (docs/engines: attention-in-a-block).",
-        ),
-        Fault(
-            "position ids",
-            tuple(Variant(f"positions of the block {step:+d}", offset=step) for step in (-1, 1)),
-            "Rows of a block stand at other positions than their tokens, relative to the context.",
-            remedy="The anchor's row has the position of the anchor in the text, counted from 0; "
-            "the following rows follow.",
-        ),
-        Fault(
-            "RoPE base",
-            (
-                *(Variant(f"rope_theta {b:g}", {"rope_theta": b}) for b in bases if b != config.rope_theta),
-                *(Variant(f"linear scaling by {factor}", stretch=1 / factor) for factor in _SCALINGS),
-                Variant("pairs of neighbours rotated (interleaved), not halves", module=_interleaved),
-            ),
-            "The drafter's rotary positions have another base, scaling or layout than in training; it costs the more "
-            "the longer the context.",
-            remedy=f"Set rope_theta to {config.rope_theta:g} (also inside rope_parameters) in the config.json that the "
-            "server loads; no loader checks it (docs/engines: wrong-shapes-load).",
-        ),
-        Fault(
-            "window",
-            tuple(Variant(f"window {w or 'none'}", {"sliding_window": w}) for w in windows),
-            "The drafter sees another stretch of the context than in training.",
-            remedy=f"Set sliding_window to {config.sliding_window or 'null'} in the config.json that the server loads.",
-        ),
-    ]
-    if several:
-        found.append(
-            Fault(
-                "norms of context keys",
-                (Variant("the first layer's k_norm in all layers", module=_with_first_norm),),
-                "Context keys of all layers are normed with the first layer's weights. vLLM 0.32's DFlash does this on "
-                "CPUs: one call of rms_norm gets all layers' weights, and the CPU's kernel reads the first row.",
-                remedy="Text and losslessness are not touched. Use a drafter of one layer there, or an engine whose "
-                "kernel reads every row (docs/engines: vllm-dflash-cpu-norms; the patch is in docs/upstream).",
-            )
-        )
-    return [fault for fault in found if fault.variants]
 
 
 def _of_vocabulary(probe: Probe) -> list[Fault]:
@@ -479,69 +273,176 @@ def _of_vocabulary(probe: Probe) -> list[Fault]:
     return [
         Fault(
             "reduced vocabulary",
-            tuple(variants),
-            "Rows of the draft head stand for other tokens than the server takes them for.",
-            remedy="Export the drafter for this engine again (outrider export): d2t holds offsets "
-            "in one dialect and ids in "
-            "another. Or train it with drafter.draft_vocab_size=null.",
+            variants,
+            "The server takes rows of the draft head for other tokens than they stand for.",
+            "Export the drafter again (outrider export): d2t holds offsets in one dialect, ids in another.",
         )
     ]
 
 
-def _fits(window: int | None, block: int, longest: int) -> bool:
-    return window is None or block <= window < longest
+def _of_blocks(probe: Probe, slots: int) -> list[Fault]:
+    drafter, target = cast(DFlash, probe.drafter), probe.target
+    config, longest = drafter.config, max(len(sample.tokens) for sample in probe.samples)
+    flipped, causal = not config.sample_from_anchor, not config.is_causal
+    layout = {"sample_from_anchor": flipped, "block_size": slots if flipped else slots + 1}
+    widths = _WINDOWS if config.layer_types else (None, *_WINDOWS)
+    windows = [w for w in widths if w != config.sliding_window and (w is None or config.block_size <= w < longest)]
+    first_norm = [Variant("the first layer's k_norm in all layers", module=_with_first_norm)]
+    return [
+        Fault(
+            "mask token",
+            other_masks(target, config.mask_token_id),
+            "The masked rows of a block are filled with another token than in training.",
+            f"Set mask_token_id to {config.mask_token_id} in the config.json that the server loads.",
+        ),
+        Fault(
+            "block layout",
+            [Variant(f"sample_from_anchor={flipped}", layout)],
+            "Every draft is read from the neighbouring row of the block.",
+            f"Set sample_from_anchor to {str(config.sample_from_anchor).lower()}, or name the method with this layout.",
+        ),
+        Fault(
+            "attention inside the block",
+            [Variant("causal" if causal else "bidirectional", {"is_causal": causal})],
+            "Rows of a block see other rows than in training (causal against bidirectional attention).",
+            f"Set is_causal to {str(config.is_causal).lower()} in its config.json, and choose an attention backend "
+            "that honours it (docs/engines.md: attention-in-a-block).",
+        ),
+        Fault(
+            "position ids",
+            [Variant(f"positions of the block {step:+d}", offset=step) for step in (-1, 1)],
+            "Rows of a block stand at other positions than their tokens, relative to the context.",
+            "Give the anchor's row the anchor's position in the text, counted from 0, and each row the next one.",
+        ),
+        Fault(
+            "RoPE base",
+            (
+                *other_bases(target, config.rope_theta),
+                *(Variant(f"linear scaling by {factor}", stretch=1 / factor) for factor in _SCALINGS),
+                Variant("pairs of neighbours rotated (interleaved), not halves", module=_interleaved),
+            ),
+            "Rotary positions have another base, scaling or layout than in training: worse the longer the context.",
+            f"Set rope_theta to {config.rope_theta:g} (also inside rope_parameters) in the config.json that the server "
+            "loads; no loader checks it (docs/engines.md: wrong-shapes-load).",
+        ),
+        Fault(
+            "window",
+            [Variant(f"window {w or 'none'}", {"sliding_window": w}) for w in windows],
+            "The drafter sees another stretch of the context than in training.",
+            f"Set sliding_window to {config.sliding_window or 'null'} in the config.json that the server loads.",
+        ),
+        Fault(
+            "norms of context keys",
+            first_norm if len(drafter.layers) > 1 else (),
+            "Context keys of all layers are normed with the first layer's weights, as in vLLM 0.32's DFlash on CPUs.",
+            "Use a drafter of one layer there, or an engine whose kernel reads every row (docs/engines.md: "
+            "vllm-dflash-cpu-norms); the text is right all the same.",
+        ),
+    ]
 
 
-def _embedding_factors(target: Target) -> tuple[float, ...]:
-    scale = target.embed_scale
-    return (1 / scale,) if scale != 1.0 else (target.hidden_size**0.5,)
+def _of_weights(probe: Probe, others: Mapping[str, DrafterWeights]) -> list[Fault]:
+    scale = probe.target.embed_scale
+    factor = 1 / scale if scale != 1.0 else probe.target.hidden_size**0.5
+    headless = [Variant("without the sequential head", module=_without_sequential_head)]
+    return [
+        Fault(
+            "sequential head",
+            headless if getattr(probe.drafter, "markov_head", None) is not None else (),
+            "The engine drafts with the parallel logits alone: it took the drafter for DFlash, or dropped markov_w1, "
+            "markov_w2.",
+            "Name the method dspark, in an engine that knows the head (docs/engines.md).",
+        ),
+        Fault(
+            "embedding scale",
+            [Variant(f"embeddings times {factor:g}", embedding=factor)],
+            "Embeddings have another factor than in training (Gemma's sqrt(hidden_size) is the usual one).",
+            "Export the drafter again (outrider export): input_embedding_scale is written, and must be read.",
+        ),
+        Fault(
+            "weights",
+            (
+                Variant(f"weights rounded to {_BITS} bits", module=_rounded),
+                *(Variant(name, module=partial(_other, weights.module)) for name, weights in others.items()),
+                Variant(f"LM head rounded to {_BITS} bits", head=_rounded_rows),
+                Variant("last draft layer not loaded", module=_without_last_layer),
+                *_of_tensors(probe),
+            ),
+            "The server drafts with other weights: another checkpoint, a quantised copy, or tensors that its loader "
+            "skipped (docs/engines.md: vllm-medusa-biases, llama-cpp-dspark-head).",
+            "Compare the server's directory with this one (dates, hashes), and look in its log for tensors not loaded.",
+        ),
+        Fault(
+            "sampling on one side",
+            [Variant("drafts drawn, the target's token compared")],
+            "Drafts drawn from p_d are compared with the target's token: acceptance is sum p_d p_t instead of sum "
+            "min(p_d, p_t).",
+            "Draft greedily (the likeliest token), or verify with min(1, p_t / p_d) and the residual.",
+            mode="compared",
+        ),
+    ]
 
 
-def _late(aux_SLD: Tensor, prompt: int) -> Tensor:
-    return torch.cat((aux_SLD[:1], aux_SLD[:-1]))
-
-
-def _early(aux_SLD: Tensor, prompt: int) -> Tensor:
-    return torch.cat((aux_SLD[1:], aux_SLD[-1:]))
+def _of_tensors(probe: Probe) -> list[Variant]:
+    """Tensors that engines are known to leave out or to take for others."""
+    variants = []
+    if any(name.endswith("bias") and bool(bias.any()) for name, bias in probe.drafter.named_parameters()):
+        variants.append(Variant("biases not loaded", module=_without_biases))
+    head, embedding_VH = probe.objective.head_VH, probe.objective.embed_VH
+    rows_VdH = embedding_VH[probe.draft_ids_Vd.to(embedding_VH.device)]
+    if rows_VdH.shape == head.shape and not torch.equal(rows_VdH.to(head.dtype), head):
+        variants.append(
+            Variant("the embedding in place of the LM head", head=lambda head_VdH: rows_VdH.to(head_VdH.dtype))
+        )
+    return variants
 
 
 def _without_prompt(aux_SLD: Tensor, prompt: int) -> Tensor:
     return torch.cat((torch.zeros_like(aux_SLD[: prompt - 1]), aux_SLD[prompt - 1 :]))
 
 
-def _zeros(aux_SLD: Tensor, prompt: int) -> Tensor:
-    return torch.zeros_like(aux_SLD)
-
-
 def _without_sequential_head(drafter: DraftModule) -> DraftModule:
-    found: Any = copy.copy(drafter)
-    found._modules = dict(drafter._modules)
-    found.markov_head, found.confidence_head = None, None
-    return cast(DraftModule, found)
+    changed: Any = copy.copy(drafter)
+    changed._modules = dict(drafter._modules)
+    changed.markov_head, changed.confidence_head = None, None
+    return cast(DraftModule, changed)
 
 
-def _without_last_layer(drafter: DraftModule) -> DraftModule:
-    """Its output matrices are zeros, so that it adds nothing."""
-    found = copy.deepcopy(drafter)
-    blocks = [name.rsplit(".", 3)[0] for name, _ in found.named_parameters() if name.endswith("o_proj.weight")]
-    for name, parameter in found.named_parameters():
+def _other(module: DraftModule, drafter: DraftModule) -> DraftModule:
+    return module
+
+
+def _on_a_copy(change: Callable[[Any], None]) -> Callable[[DraftModule], DraftModule]:
+    """A change in place, made on a copy of the drafter."""
+
+    def changed(drafter: DraftModule) -> DraftModule:
+        drafter = copy.deepcopy(drafter)
+        change(drafter)
+        return drafter
+
+    return changed
+
+
+@_on_a_copy
+def _without_last_layer(drafter: DraftModule) -> None:
+    """The layer's output matrices are zeros, so that it adds nothing."""
+    blocks = [name.rsplit(".", 3)[0] for name, _ in drafter.named_parameters() if name.endswith("o_proj.weight")]
+    for name, parameter in drafter.named_parameters():
         if blocks and name.startswith(f"{blocks[-1]}.") and name.endswith(("o_proj.weight", "down_proj.weight")):
             parameter.data.zero_()
-    return found
 
 
-def _without_biases(drafter: DraftModule) -> DraftModule:
-    found = copy.deepcopy(drafter)
-    for name, parameter in found.named_parameters():
+@_on_a_copy
+def _without_biases(drafter: DraftModule) -> None:
+    for name, parameter in drafter.named_parameters():
         if name.endswith("bias"):
             parameter.data.zero_()
-    return found
 
 
-def _interleaved(drafter: DraftModule) -> DraftModule:
+@_on_a_copy
+def _interleaved(drafter: DFlash) -> None:
     """Rotating neighbours is rotating halves of heads whose even dimensions come first, in queries and keys alike."""
-    found = copy.deepcopy(drafter)
-    for layer in cast(DFlash, found).layers:
+    for layer in drafter.layers:
         attention = cast(DraftLayer, layer).self_attn
         size = attention.head_dim
         order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2)))
@@ -552,16 +453,13 @@ def _interleaved(drafter: DraftModule) -> DraftModule:
             if attention.qk_norm:
                 norm = getattr(attention, name)
                 norm.weight.data = norm.weight.data[order.to(norm.weight.device)]
-    return found
 
 
-def _rounded(drafter: DraftModule) -> DraftModule:
-    """The drafter with all matrices rounded."""
-    found = copy.deepcopy(drafter)
-    for module in found.modules():
+@_on_a_copy
+def _rounded(drafter: DraftModule) -> None:
+    for module in drafter.modules():
         if isinstance(module, nn.Linear):
             module.weight.data = _rounded_rows(module.weight.data)
-    return found
 
 
 def _rounded_rows(matrix: Tensor) -> Tensor:
@@ -570,29 +468,22 @@ def _rounded_rows(matrix: Tensor) -> Tensor:
     return ((matrix / scale).round() * scale).to(matrix.dtype)
 
 
-def _taken(other: DraftModule) -> Callable[[DraftModule], DraftModule]:
-    return lambda drafter: other
-
-
-def _with_first_norm(drafter: DraftModule) -> DraftModule:
-    found = copy.deepcopy(drafter)
-    layers = [cast(DraftLayer, layer).self_attn for layer in cast(DFlash, found).layers]
-    for attention in layers[1:]:
-        own: Any = attention
-        own.keys_values = partial(_first_normed, attention, Attention.keys_values, layers[0].k_norm)
-    return found
+@_on_a_copy
+def _with_first_norm(drafter: DFlash) -> None:
+    attentions: list[Any] = [cast(DraftLayer, layer).self_attn for layer in drafter.layers]
+    for attention in attentions[1:]:
+        attention.keys_values = partial(_first_normed, attention, Attention.keys_values, attentions[0].k_norm)
 
 
 def _first_normed(
     attention: Attention, keys_values: Any, norm: nn.RMSNorm, k: Tensor, v: Tensor, rope: Rope
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values with another layer's norm where the keys are the context's, [S, G E]; blocks have [N, K, G E]."""
+    """Keys and values with another layer's norm for the context's keys, [S, G E]; blocks have [N, K, G E]."""
     own, attention.k_norm = attention.k_norm, norm if k.dim() == 2 else attention.k_norm
     try:
-        found: tuple[Tensor, Tensor] = keys_values(attention, k, v, rope)
+        return cast(tuple[Tensor, Tensor], keys_values(attention, k, v, rope))
     finally:
         attention.k_norm = own
-    return found
 
 
 # ----------------------------------------------------------------------------
@@ -608,7 +499,7 @@ class Hypothesis:
         log_likelihood: of the counts; comparable between hypotheses on the same answers.
         expected: of each answer.
         probability: among all hypotheses, faults of equal prior probability and no fault of as much as all of them;
-            flattened by `_DOUBT`, for rounds of one answer are not independent.
+            flattened by `_DOUBT`.
     """
 
     fault: Fault
@@ -625,18 +516,14 @@ class Hypothesis:
     @property
     def rates_K(self) -> list[float]:
         """Expected acceptance at each position, of the rounds that reach it."""
-        reached, accepted = (
-            np.sum([getattr(e, name) for e in self.expected], axis=0) for name in ("reached_K", "accepted_K")
-        )
-        return [float(a / r) if r else 0.0 for a, r in zip(accepted, reached, strict=True)]
+        reached_K = np.sum([e.reached_K for e in self.expected], axis=0)
+        accepted_K = np.sum([e.accepted_K for e in self.expected], axis=0)
+        return [float(a / r) if r else 0.0 for a, r in zip(accepted_K, reached_K, strict=True)]
 
 
 def length_of(expected: Sequence[Expected]) -> float:
     """Accepted length of several answers together."""
     return 1 + sum(e.accepted_K.sum() for e in expected) / max(sum(e.rounds for e in expected), 1e-9)
-
-
-_DOUBT = 4.0
 
 
 class Replay:
@@ -653,18 +540,14 @@ class Replay:
         self.probe = Probe(target, weights, [text.sample for text in texts])
         self._target_log_p: dict[int, Floats] = {}
 
-    def _agreement(self, index: int, variant: Variant) -> tuple[Tensor, Tensor]:
-        likely_NK, first_NK = self.probe.labels(index, self.texts[index].anchors, variant)
-        return first_NK[:, : self.slots], likely_NK[:, : self.slots]
-
     def gaps(self, index: int) -> list[float]:
         """By how much the target's largest logit is above that of the text's token, at each of its positions."""
         return [max(0.0, gap) for gap in (self._logits(index, likeliest=True) - self._logits(index)).tolist()]
 
     def surprise(self, index: int) -> tuple[float, float]:
-        """How much less likely a sampled response is than what the target draws: sum of -log p_t - H, and its variance.
+        """How much less likely a sampled response is than draws of the target: sum of -log p_t - H, and its variance.
 
-        H: entropy of p_t at the answer's temperature. Of drawn tokens the sum has an expectation of 0.
+        H: entropy of p_t at the answer's temperature. The sum over drawn tokens has an expectation of 0.
         """
         text, target = self.texts[index], self.probe.target
         hidden_RD = self.probe.features[index].hidden_RD[: text.response].to(target.device)
@@ -699,28 +582,27 @@ class Replay:
 
     def try_on(self, fault: Fault, variant: Variant, chosen: Sequence[int]) -> Hypothesis:
         """How a hypothesis explains these answers, at the conventions of counting that suit it best."""
-        agreement = {index: self._agreement(index, variant) for index in chosen}
-        best: tuple[float, tuple[Expected, ...]] | None = None
+        labels = [self.probe.labels(index, self.texts[index].anchors, variant) for index in chosen]
         texts = [self.texts[index] for index in chosen]
-        modes = [fault.mode] if fault.mode is not None else ["chosen", "sampled"]
-        for mode in modes:
-            q = {index: self._acceptance(index, agreement[index], mode=mode) for index in chosen}
+        best: tuple[float, tuple[Expected, ...]] | None = None
+        for mode in ["chosen", "sampled"] if fault.mode is None else [fault.mode]:
+            q = [self._acceptance(index, *label, mode=mode) for index, label in zip(chosen, labels, strict=True)]
             for start in (0, 1):
                 for cut in (False, True):
                     expected = tuple(
-                        along(q[i], text) if text.counts.rounds_told else walk(q[i], text.response, start, cut=cut)
-                        for i, text in zip(chosen, texts, strict=True)
+                        along(q_NK, text) if text.counts.described else walk(q_NK, text.response, start, cut=cut)
+                        for q_NK, text in zip(q, texts, strict=True)
                     )
-                    likelihood = log_likelihood(expected, texts, [q[index] for index in chosen])
+                    likelihood = log_likelihood(expected, texts, q)
                     if best is None or likelihood > best[0]:
                         best = likelihood, expected
         assert best is not None
         return Hypothesis(fault, variant, best[0], expected=best[1])
 
-    def _acceptance(self, index: int, agreement: tuple[Tensor, Tensor], mode: str) -> Floats:
-        """q [N, K] of one answer."""
-        first_NK, likely_NK = (x.double().numpy() for x in agreement)
-        if mode == "chosen" or self.texts[index].temperature == 0:  # whose draws are the likeliest tokens
+    def _acceptance(self, index: int, likely: Tensor, first: Tensor, *, mode: str) -> Floats:
+        """q [N, K] of one answer; `likely` and `first`: see `Probe.labels`."""
+        first_NK, likely_NK = (x[:, : self.slots].double().numpy() for x in (first, likely))
+        if mode == "chosen" or self.texts[index].temperature == 0:  # draws at 0 are the likeliest tokens
             return cast(Floats, first_NK)
         if mode == "compared":
             return cast(Floats, likely_NK)
@@ -742,19 +624,18 @@ class Replay:
             others: see `faults`.
         """
         few = every[:: max(1, len(every) // _SCREENED)][:_SCREENED]
-        known = faults(self.probe, others, self.slots)
-        trials = [(fault, variant) for fault in known for variant in fault.variants]
+        trials = [(fault, variant) for fault in faults(self.probe, others, self.slots) for variant in fault.variants]
         steps = len(trials) + min(_LIKELIEST, len(trials)) + _KEPT + 1
         done = 0
 
         def tried(these: Sequence[tuple[Fault, Variant]], answers: Sequence[int]) -> list[Hypothesis]:
             nonlocal done
-            found = []
+            hypotheses = []
             for fault, variant in these:
                 on_progress(done, steps)
-                found.append(self.try_on(fault, variant, answers))
+                hypotheses.append(self.try_on(fault, variant, answers))
                 done += 1
-            return sorted(found, key=lambda h: -h.log_likelihood)
+            return sorted(hypotheses, key=lambda h: -h.log_likelihood)
 
         glanced = tried(trials, [few[0], few[-1]] if len(few) > 2 else few)[:_LIKELIEST]
         screened: dict[str, Hypothesis] = {}

@@ -71,11 +71,11 @@ class Limits:
 
 
 class Server:
-    """What the routes share: the worker, the target's tokenizer, and settings.
+    """The routes' shared state: the worker, the target's tokenizer, and settings.
 
     Args:
         name: of the model, as clients ask for it.
-        thinking: what chat templates are told where a request does not say.
+        thinking: what chat templates get as `enable_thinking` if a request does not say.
 
     Attributes:
         piece: from a token to its own text.
@@ -100,7 +100,7 @@ class Server:
         self.closing: Callable[[], bool] = lambda: False
 
     def check_model(self, model: str) -> None:
-        """Raises: HTTPException: it is another one than is served."""
+        """Refuse another model than the server's with an HTTPException."""
         if model not in ("", self.name):
             raise HTTPException(404, f"the model {model!r} is not served here, {self.name!r} is.")
 
@@ -109,20 +109,22 @@ class Server:
         encoded = await self._in_thread(lambda: self.tokenizer(text, add_special_tokens=special))
         return list(encoded["input_ids"])
 
-    async def tokens_of_chat(self, asked: ChatRequest | TokenizeRequest, tools: Sequence[dict[str, Any]]) -> list[int]:
+    async def tokens_of_chat(
+        self, request: ChatRequest | TokenizeRequest, tools: Sequence[dict[str, Any]]
+    ) -> list[int]:
         """A chat's prompt as the target's template writes it.
 
         Raises:
             ValueError: the template cannot express it.
         """
-        thinking = asked.chat_template_kwargs.enable_thinking
-        messages = tuple(message.plain() for message in asked.messages)
+        thinking = request.chat_template_kwargs.enable_thinking
+        messages = tuple(message.plain() for message in request.messages)
         write = partial(render, tools=tools, thinking=self.thinking if thinking is None else thinking)
         tokens: list[int] = await self._in_thread(partial(write, self.tokenizer, [messages], []))
         return tokens
 
     def call_format(self, tools: Sequence[dict[str, Any]]) -> Format | None:
-        """The form of tool calls that the target's chat template asks for; None where there are no tools.
+        """The form of tool calls that the target's chat template asks for; None without tools.
 
         Raises:
             ValueError: it is another form than those that are read here.
@@ -133,7 +135,7 @@ class Server:
         return format
 
     async def grammar(self, wanted: Structure | None) -> Grammar | None:
-        """What the choices of a request must follow; None: nothing.
+        """Compile the grammar that the choices of a request follow; None: any text.
 
         Raises:
             StructureError: it is not valid, cannot be followed, or is too large.
@@ -148,23 +150,23 @@ class Server:
             raise ValueError(f"token {bad[0]} is outside the vocabulary of {self.target.vocab_size}.")
         return str(await self._in_thread(partial(self.tokenizer.decode, list(tokens))))
 
-    def new_tokens(self, prompt: Sequence[int], asked: int | None) -> int:
+    def new_tokens(self, prompt: Sequence[int], max_tokens: int | None) -> int:
         """How many tokens a response may have.
 
         Raises:
-            ValueError: more are asked for than fit, or none fits.
+            ValueError: `max_tokens` are more than fit, or none fits.
         """
         config = self.worker.engine.config
         fitting = min(self.target.max_context, config.num_blocks * config.block_size) - len(prompt)
-        if fitting < 1 or (asked or 1) > fitting:
+        if fitting < 1 or (max_tokens or 1) > fitting:
             raise ValueError(
-                f"max_tokens: {len(prompt)} tokens of the prompt and {asked or 1} of the response are more than the "
-                f"{fitting + len(prompt)} that fit."
+                f"max_tokens: {len(prompt)} tokens of the prompt and {max_tokens or 1} of the response are more than "
+                f"the {fitting + len(prompt)} that fit."
             )
         limit = self.limits.max_new_tokens
-        if limit is not None and asked is not None and asked > limit:
-            raise ValueError(f"max_tokens: {asked} is above this server's limit of {limit}.")
-        return min(fitting, limit or fitting) if asked is None else asked
+        if limit is not None and max_tokens is not None and max_tokens > limit:
+            raise ValueError(f"max_tokens: {max_tokens} is above this server's limit of {limit}.")
+        return min(fitting, limit or fitting) if max_tokens is None else max_tokens
 
     async def _in_thread(self, function: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
@@ -177,7 +179,7 @@ class Server:
 
 @dataclass
 class Choice:
-    """One response of an answer; `calls`: where tools are offered; `traced`: its tokens' texts, where it is traced."""
+    """One response of an answer; `parser`: if tools are offered; `traced`: its tokens' texts, if it is traced."""
 
     index: int
     prompt: list[int]
@@ -189,7 +191,7 @@ class Choice:
     calls: list[ToolCall] = field(default_factory=list)
     finish: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    offset: int = 0  # characters of the tokens whose log-probabilities have been told
+    offset: int = 0  # characters of the tokens whose log-probabilities have been sent
 
     def add(self, output: Output) -> tuple[str, list[ToolCall]]:
         """Take an output: (its text outside tool calls, the calls that it completes)."""
@@ -211,25 +213,25 @@ class Answer(ABC):
     chunk: str  # of a streamed part
 
     def __init__(
-        self, server: Server, asked: ChatRequest | CompletionRequest, id: str, choices: dict[str, Choice]
+        self, server: Server, request: ChatRequest | CompletionRequest, id: str, choices: dict[str, Choice]
     ) -> None:
-        self.server, self.asked, self.id, self.choices = server, asked, id, choices
+        self.server, self.request, self.id, self.choices = server, request, id, choices
         self.created = int(time.time())
 
     @abstractmethod
     def whole(self, choice: Choice) -> dict[str, Any]:
-        """What a finished choice holds besides its index and why it ended."""
+        """Fields of a finished choice besides its index and finish reason."""
 
     @abstractmethod
     def part(self, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        """What a chunk says of an output."""
+        """Fields of a streamed chunk."""
 
     @abstractmethod
     def logprobs(self, choice: Choice, first: int) -> dict[str, Any]:
         """The log-probabilities of a choice's tokens from the `first` on."""
 
     def opening(self) -> dict[str, Any] | None:
-        """What the first chunk of every choice says, before there is any text; None: there is none."""
+        """Fields of every choice's first chunk, before there is any text; None: no such chunk."""
         return None
 
     async def collect(self, submission: Submission) -> dict[str, Any]:
@@ -246,16 +248,18 @@ class Answer(ABC):
             choice.trace += self._trace(choice, output)
         choices = []
         for choice in self.choices.values():
-            ids = {"token_ids": choice.tokens, "prompt_token_ids": choice.prompt} if self.asked.return_token_ids else {}
-            told: dict[str, Any] = {"logprobs": self._logprobs(choice, 0), "finish_reason": choice.finish}
+            ids = (
+                {"token_ids": choice.tokens, "prompt_token_ids": choice.prompt} if self.request.return_token_ids else {}
+            )
+            ends: dict[str, Any] = {"logprobs": self._logprobs(choice, 0), "finish_reason": choice.finish}
             if choice.traced is not None:
-                told["trace"] = choice.trace
-            choices.append({"index": choice.index, **self.whole(choice), **told, **ids})
+                ends["trace"] = choice.trace
+            choices.append({"index": choice.index, **self.whole(choice), **ends, **ids})
         return {**self._head(self.kind), "choices": choices, **self._closing(submission)}
 
     async def events(self, submission: Submission) -> AsyncIterator[str]:
         """The answer as server-sent events."""
-        options = self.asked.stream_options
+        options = self.request.stream_options
         try:
             opening = self.opening()
             for choice in self.choices.values():
@@ -266,7 +270,7 @@ class Answer(ABC):
                 choice = self.choices[output.id]
                 calls_before = len(choice.calls)
                 text, calls = choice.add(output)
-                always = self.asked.return_token_ids or self.asked.wanted_logprobs is not None or self.asked.trace
+                always = self.request.return_token_ids or self.request.num_logprobs is not None or self.request.trace
                 if not (text or calls or choice.finish or (output.tokens and always)):
                     continue  # the text is held back: it may be the beginning of a stop string or a tool call
                 part = self.part(text, [_shown(call, calls_before + i, True) for i, call in enumerate(calls)])
@@ -278,8 +282,8 @@ class Answer(ABC):
         yield "data: [DONE]\n\n"
 
     def _event(self, choice: Choice, part: dict[str, Any], output: Output | None) -> str:
-        options, ids = self.asked.stream_options, dict[str, Any]()
-        if self.asked.return_token_ids and output is not None:
+        options, ids = self.request.stream_options, dict[str, Any]()
+        if self.request.return_token_ids and output is not None:
             ids = {"token_ids": output.tokens}
             if len(choice.tokens) == len(output.tokens):  # the first
                 ids["prompt_token_ids"] = choice.prompt
@@ -297,10 +301,10 @@ class Answer(ABC):
         )
 
     def _logprobs(self, choice: Choice, first: int) -> dict[str, Any] | None:
-        return None if self.asked.wanted_logprobs is None else self.logprobs(choice, first)
+        return None if self.request.num_logprobs is None else self.logprobs(choice, first)
 
     def _trace(self, choice: Choice, output: Output) -> list[dict[str, Any]]:
-        """The round of an output, where it was asked for."""
+        """The round of an output, if the request has `trace`."""
         if choice.traced is None or output.trace is None:
             return []
         return [trace_json(output.trace, choice.traced, self.server.piece, final=output.finish is not None)]
@@ -311,12 +315,12 @@ class Answer(ABC):
     def _usage(self) -> dict[str, int]:
         """Tokens so far; a prompt counts once for all its choices."""
         choices = list(self.choices.values())
-        read = sum(len(choice.prompt) for choice in choices[:: self.asked.n])
+        read = sum(len(choice.prompt) for choice in choices[:: self.request.n])
         written = sum(len(choice.tokens) for choice in choices)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     def _closing(self, submission: Submission) -> dict[str, Any]:
-        """Usage, and `metrics` where there is one response, as vLLM has it."""
+        """Usage, and `metrics` if there is one response, as vLLM has it."""
         metrics = [record.metrics() for record in submission.records.values()]
         return {"usage": self._usage()} | ({"metrics": metrics[0]} if len(metrics) == 1 else {})
 
@@ -333,12 +337,12 @@ class CompletionAnswer(Answer):
         return {"text": text}
 
     def logprobs(self, choice: Choice, first: int) -> dict[str, Any]:
-        pieces, told = [self.server.piece(token) for token in choice.tokens[first:]], choice.logprobs[first:]
+        pieces, logprobs = [self.server.piece(token) for token in choice.tokens[first:]], choice.logprobs[first:]
         *offsets, choice.offset = accumulate((len(piece) for piece in pieces), initial=choice.offset)
         return {
             "tokens": pieces,
-            "token_logprobs": [one.logprob for one in told],
-            "top_logprobs": [{self.server.piece(token): value for token, value in one.top} for one in told],
+            "token_logprobs": [one.logprob for one in logprobs],
+            "top_logprobs": [{self.server.piece(token): value for token, value in one.top} for one in logprobs],
             "text_offset": offsets,
         }
 
@@ -377,9 +381,9 @@ class ChatAnswer(Answer):
 
 def _shown(call: ToolCall, index: int, streamed: bool) -> dict[str, Any]:
     """A tool call as clients read it: parts of a stream are numbered."""
-    found = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
     function = {"name": call.name, "arguments": call.arguments}
-    return {**({"index": index} if streamed else {}), **found, "function": function}
+    place = {"index": index} if streamed else {}
+    return {**place, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
 def _check(output: Output) -> None:
@@ -412,7 +416,7 @@ class EventStream(StreamingResponse):
 async def respond(http: Request, answer: Answer, requests: Sequence[EngineRequest]) -> Response:
     """Decode `requests`, one per choice of `answer`, and answer: streamed if that is asked for, else whole."""
     submission = await answer.server.worker.submit(requests)
-    if answer.asked.stream:
+    if answer.request.stream:
         return EventStream(answer, submission)
     collecting, gone = asyncio.create_task(answer.collect(submission)), asyncio.create_task(_disconnected(http))
     try:
@@ -454,24 +458,24 @@ def create_app(server: Server, api_key: str | None = None) -> FastAPI:
     _add_errors(app, server)
 
     @app.post("/v1/completions")
-    async def completions(asked: CompletionRequest, http: Request) -> Response:
-        server.check_model(asked.model)
-        server.worker.check_room(asked.n * len(asked.prompts))  # before anything is tokenised
-        prompts = [await server.tokens_of_text(one) if isinstance(one, str) else one for one in asked.prompts]
-        grammar = await server.grammar(asked.structure)
-        return await respond(http, *_prepare(server, asked, prompts, grammar=grammar))
+    async def completions(request: CompletionRequest, http: Request) -> Response:
+        server.check_model(request.model)
+        server.worker.check_room(request.n * len(request.prompts))  # before anything is tokenised
+        prompts = [await server.tokens_of_text(one) if isinstance(one, str) else one for one in request.prompts]
+        grammar = await server.grammar(request.structure)
+        return await respond(http, *_prepare(server, request, prompts, grammar=grammar))
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: ChatRequest, http: Request) -> Response:
-        server.check_model(asked.model)
-        server.worker.check_room(asked.n)
-        tools = [tool.plain() for tool in asked.tools if asked.tool_choice != "none"]
-        prompt = await server.tokens_of_chat(asked, tools)
+    async def chat(request: ChatRequest, http: Request) -> Response:
+        server.check_model(request.model)
+        server.worker.check_room(request.n)
+        tools = [tool.plain() for tool in request.tools if request.tool_choice != "none"]
+        prompt = await server.tokens_of_chat(request, tools)
         format = server.call_format(tools)
-        calls = None if format is None else call_structure(asked, format)
-        grammar = await server.grammar(calls or asked.structure)
+        calls = None if format is None else call_structure(request, format)
+        grammar = await server.grammar(calls or request.structure)
         parser = None if format is None else partial(ToolCallParser, format, tools)
-        return await respond(http, *_prepare(server, asked, [prompt], parser=parser, grammar=grammar))
+        return await respond(http, *_prepare(server, request, [prompt], parser=parser, grammar=grammar))
 
     @app.get("/", include_in_schema=False)
     async def inspector() -> Response:
@@ -492,20 +496,20 @@ def create_app(server: Server, api_key: str | None = None) -> FastAPI:
         return {"object": "list", "data": [model | {"max_model_len": server.target.max_context}]}
 
     @app.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
-        server.check_model(asked.model)
-        if asked.messages:
-            tokens = await server.tokens_of_chat(asked, [tool.plain() for tool in asked.tools])
+    async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
+        server.check_model(request.model)
+        if request.messages:
+            tokens = await server.tokens_of_chat(request, [tool.plain() for tool in request.tools])
         else:
-            tokens = await server.tokens_of_text(asked.prompt, asked.add_special_tokens)
-        texts = server.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
-        found = {"count": len(tokens), "max_model_len": server.target.max_context, "tokens": tokens}
-        return {**found, "token_strs": texts}
+            tokens = await server.tokens_of_text(request.prompt, request.add_special_tokens)
+        texts = server.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
+        count, longest = len(tokens), server.target.max_context
+        return {"count": count, "max_model_len": longest, "tokens": tokens, "token_strs": texts}
 
     @app.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
-        server.check_model(asked.model)
-        return {"prompt": await server.text_of(asked.tokens)}
+    async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
+        server.check_model(request.model)
+        return {"prompt": await server.text_of(request.tokens)}
 
     @app.get("/health")
     async def health() -> Response:
@@ -526,43 +530,43 @@ def create_app(server: Server, api_key: str | None = None) -> FastAPI:
 
 def _prepare(
     server: Server,
-    asked: ChatRequest | CompletionRequest,
+    request: ChatRequest | CompletionRequest,
     prompts: Sequence[list[int]],
     parser: Callable[[], ToolCallParser] | None = None,
     grammar: Grammar | None = None,
 ) -> tuple[Answer, list[EngineRequest]]:
-    """An empty answer, and the engine's requests: `asked.n` for each prompt.
+    """An empty answer, and the engine's requests: `request.n` for each prompt.
 
     Args:
-        parser: makes what reads the tool calls of a choice, where there are tools.
+        parser: makes the reader of a choice's tool calls; None without tools.
 
     Raises:
         ValueError: a prompt, a limit or a parameter that cannot be served.
     """
-    most = asked.max_tokens
-    if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:
-        most = asked.max_completion_tokens
-    kind: type[Answer] = ChatAnswer if isinstance(asked, ChatRequest) else CompletionAnswer
+    most = request.max_tokens
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        most = request.max_completion_tokens
+    kind: type[Answer] = ChatAnswer if isinstance(request, ChatRequest) else CompletionAnswer
     id = f"{'chatcmpl' if kind is ChatAnswer else 'cmpl'}-{uuid.uuid4().hex}"
     choices: dict[str, Choice] = {}
     requests = []
-    for index, prompt in enumerate(prompt for prompt in prompts for _ in range(asked.n)):
-        rules = asked.rules(server.new_tokens(prompt, most), server.target.eos_ids)
+    for index, prompt in enumerate(prompt for prompt in prompts for _ in range(request.n)):
+        rules = request.rules(server.new_tokens(prompt, most), server.target.eos_ids)
         requests.append(
             EngineRequest(
                 f"{id}-{index}",
                 prompt,
-                asked.sampling(index),
+                request.sampling(index),
                 rules=rules,
-                most_drafts=asked.most_drafts,
-                logprobs=asked.wanted_logprobs,
+                most_drafts=request.most_drafts,
+                logprobs=request.num_logprobs,
                 grammar=grammar,
-                trace=asked.trace,
+                trace=request.trace,
             )
         )
-        traced = TextStream(server.tokenizer) if asked.trace else None
+        traced = TextStream(server.tokenizer) if request.trace else None
         choices[requests[-1].id] = Choice(index, prompt, parser and parser(), traced=traced)
-    return kind(server, asked, id, choices), requests
+    return kind(server, request, id, choices), requests
 
 
 # ----------------------------------------------------------------------------
@@ -588,9 +592,9 @@ def _add_errors(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(http: Request, error: RequestValidationError) -> Response:
-        found = error.errors()
-        # Of a field that may be one of several types, the error of the type that fits it says what is wrong.
-        first = next((one for one in found if not one["type"].endswith("_type")), found[0])
+        errors = error.errors()
+        # A field of several types has an error for each type; the error of the type that fits says what is wrong.
+        first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])
         param = _field(first, error.body) or None
         reason = str(first["msg"]).removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":

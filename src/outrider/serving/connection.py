@@ -2,7 +2,7 @@
 
     a request begins ... all of it has come     at most twice `Limits.body_seconds`, then the connection is cut off
     an answer waits to be read                  at most `Limits.unread_seconds`
-    behind a complete request                   the client is still listened to, so that its disconnect is noticed
+    after a complete request                    the client is still listened to, so that its disconnect is noticed
 
 uvicorn limits only the pause between two requests. `Guard` (serving/app.py) answers a late or large body first, with
 408 or 413; what a client sends on after that is thrown away, up to four times `Limits.body_bytes`.
@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from outrider.serving.app import Limits, Server, create_app
 
 _STOP_SECONDS = 30  # that requests have to finish when the server is stopped
-_MOST_PIPELINED = 2**16  # bytes that may come behind a request before it is answered
+_MOST_PIPELINED = 2**16  # bytes that may come after a request before it is answered
 
 
 def http_server(server: Server, api_key: str | None = None, *, host: str, port: int) -> uvicorn.Server:
@@ -46,7 +46,7 @@ def _connection(limits: Limits) -> type[H11Protocol]:
     class Connection(H11Protocol):
         _arrival: asyncio.TimerHandle | None = None  # runs while a request is awaited
         _reading: asyncio.TimerHandle | None = None  # runs while the client does not read
-        _thrown_away = 0  # bytes that came behind an answer
+        _thrown_away = 0  # bytes that came after an answer
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)

@@ -1,10 +1,10 @@
-"""What the inspector reads: its page, traces of requests, and what the engine does while the page is open.
+"""The inspector's data: its page, traces of requests, and the engine's steps while the page is open.
 
     GET /                   inspector.html with its styles and scripts, which asks for nothing else
     GET /inspector/events   counts of the engine's steps, every half second, as long as someone listens
     "trace": true           in a request: its answer tells every round, see docs/serving.md
 
-Nothing is counted while nobody listens, and no round is told that was not asked for. Shapes: N numbers of rows.
+Nothing is counted while nobody listens, and only requests with `trace` get their rounds. Shapes: N numbers of rows.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Watch:
         return event
 
     def _cost(self, steps: Sequence[StepRecord]) -> dict[str, Any] | None:
-        """Seconds of a step by rows, as the policy reckons them for the mean step; None where it reckons none."""
+        """Seconds of a step by rows, as the policy estimates them for the mean step; None if it estimates none."""
         cost = self.engine.policy.step_cost
         if not steps or cost is None:
             return None
@@ -145,7 +145,7 @@ class Watch:
 async def watched(
     watches: set[Watch], engine: Engine, about: dict[str, Any], closing: Callable[[], bool]
 ) -> AsyncIterator[dict[str, Any]]:
-    """What the server is (`about`), then its counts until it closes; `watches` are told of the steps meanwhile."""
+    """Yield the server's name (`about`), then its counts until it closes; `watches` get the steps meanwhile."""
     watch = Watch(engine)
     watches.add(watch)
     try:
@@ -167,12 +167,12 @@ def page() -> tuple[str, str]:
     """The page, and its content security policy: nothing runs but what is in it, nothing is loaded from elsewhere."""
     directory = PACKAGE / "serving" / "page"
 
-    def inlined(tag: str, found: re.Match[str]) -> str:
-        return f"<{tag}>\n{(directory / found[1]).read_text('utf-8')}</{tag}>"
+    def inlined(tag: str, match: re.Match[str]) -> str:
+        return f"<{tag}>\n{(directory / match[1]).read_text('utf-8')}</{tag}>"
 
     html = (directory / "inspector.html").read_text("utf-8")
-    html = re.sub(r'<link rel="stylesheet" href="([\w.-]+)">', lambda found: inlined("style", found), html)
-    html = re.sub(r'<script src="([\w.-]+)"></script>', lambda found: inlined("script", found), html)
+    html = re.sub(r'<link rel="stylesheet" href="([\w.-]+)">', lambda match: inlined("style", match), html)
+    html = re.sub(r'<script src="([\w.-]+)"></script>', lambda match: inlined("script", match), html)
     allowed = {tag: " ".join(_hashes(html, tag)) for tag in ("style", "script")}
     return html, (
         f"default-src 'none'; connect-src 'self'; img-src data:; style-src {allowed['style']}; "

@@ -1,4 +1,4 @@
-"""What a server counts, under vLLM's names: the Prometheus page, and `metrics` of each answer.
+"""A server's counters under vLLM's names: the Prometheus page, and `metrics` of each answer.
 
     rounds with drafts   vllm:spec_decode_num_drafts_total                     num_spec_steps
     drafts verified      vllm:spec_decode_num_draft_tokens_total               num_draft_tokens
@@ -74,21 +74,21 @@ class RequestRecord:
         return sum(accepted * rounds for accepted, rounds in enumerate(self.histogram))
 
     def metrics(self) -> dict[str, Any]:
-        """`metrics` of an answer; `speculative_decoding` where there is a drafter."""
-        found: dict[str, Any] = {}
+        """`metrics` of an answer; `speculative_decoding` if there is a drafter."""
+        metrics: dict[str, Any] = {}
         if self.scheduled is not None and self.first is not None and self.last is not None:
             decoding = self.last - self.first
-            found = {
+            metrics = {
                 "time_to_first_token_ms": (self.first - self.scheduled) * 1000,
                 "generation_time_ms": decoding * 1000,
                 "queue_time_ms": (self.scheduled - self.arrived) * 1000,
                 "tokens_per_second": self.tokens / (self.last - self.scheduled),
             }
             if self.tokens > 1:
-                found["mean_itl_ms"] = decoding / (self.tokens - 1) * 1000
+                metrics["mean_itl_ms"] = decoding / (self.tokens - 1) * 1000
         if self.slots:
             rounds = sum(self.histogram)
-            found["speculative_decoding"] = {
+            metrics["speculative_decoding"] = {
                 "mean_acceptance_length": 1 + self.accepted / max(rounds, 1),
                 "draft_acceptance_rate": self.accepted / max(self.draft_tokens, 1),
                 "acceptance_histogram": list(self.histogram),
@@ -97,7 +97,7 @@ class RequestRecord:
                 "num_draft_tokens": self.draft_tokens,
                 "num_spec_tokens": self.slots,
             }
-        return found
+        return metrics
 
 
 class ServerMetrics:
@@ -150,7 +150,7 @@ class ServerMetrics:
         self._preempted.inc(step.preempted)
 
     def output(self, output: Output, record: RequestRecord, now: float) -> None:
-        """What a step, which ended at `now`, gave a request; the record takes it, too."""
+        """Count a request's output of a step that ended at `now`, also in its record."""
         if output.tokens:
             if record.last is None:
                 self._first.observe(now - record.arrived)

@@ -37,7 +37,7 @@ class _Fields(BaseModel):
 
 
 class StreamOptions(_Fields):
-    """`continuous_usage_stats`: usage so far in every chunk, where `include_usage` is on."""
+    """`continuous_usage_stats`: usage so far in every chunk, if `include_usage` is on."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -54,7 +54,7 @@ class NamedSchema(_Fields):
 
 
 class ResponseFormat(_Fields):
-    """What an answer must be: any text, any JSON object, or JSON of a schema."""
+    """The form of an answer: any text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -66,7 +66,7 @@ class ResponseFormat(_Fields):
         return self
 
     def structure(self) -> StructuredOutput | None:
-        """What the answer must follow."""
+        """The grammar that the answer follows; None: any text."""
         if self.type == "text":
             return None
         return StructuredOutput(json={"type": "object"} if self.json_schema is None else self.json_schema.schema_)
@@ -102,7 +102,7 @@ class StructuredOutputs(_Fields):
 
 
 class _Sampled(_Fields):
-    """What both kinds of completion have in common."""
+    """Fields that completions and chats share."""
 
     model: str = ""  # "": whichever is served
     n: int = Field(1, ge=1, le=_MOST_CHOICES)
@@ -124,7 +124,7 @@ class _Sampled(_Fields):
     max_draft_tokens: int | None = Field(None, ge=0)  # of a round; None: as many as the drafter has
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    trace: bool = False  # the answer tells every round
+    trace: bool = False  # the answer describes every round
 
     user: str = ""
     metadata: dict[str, Any] = {}
@@ -135,7 +135,7 @@ class _Sampled(_Fields):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
 
     def sampling(self, choice: int) -> SamplingParams:
-        """Of one of the choices.
+        """Sampling parameters of one choice.
 
         Raises:
             ValueError: a value that is none of `SamplingParams`.
@@ -164,7 +164,7 @@ class _Sampled(_Fields):
 
     @property
     def structure(self) -> StructuredOutput | None:
-        """What an answer must follow; None: nothing."""
+        """The grammar that an answer follows; None: any text."""
         asked = self.structured_outputs or self.response_format
         return None if asked is None else asked.structure()
 
@@ -184,8 +184,8 @@ class CompletionRequest(_Sampled):
     logprobs: int | None = Field(None, ge=0, le=_MOST_LOGPROBS)
 
     @property
-    def wanted_logprobs(self) -> int | None:
-        """How many likeliest tokens are told at each position; None: no log-probabilities."""
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens the answer gives at each position; None: no log-probabilities."""
         return self.logprobs
 
     @property
@@ -213,11 +213,11 @@ class ChatMessage(BaseModel):
     def plain(self) -> Message:
         """As chat templates read it: text in one piece, the arguments of tool calls as objects."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        found: Message = {"role": self.role, "content": text}
-        found |= {key: value for key, value in (self.model_extra or {}).items() if value is not None}
+        message: Message = {"role": self.role, "content": text}
+        message |= {key: value for key, value in (self.model_extra or {}).items() if value is not None}
         if self.tool_calls:
-            found["tool_calls"] = [_with_object(call) for call in self.tool_calls]
-        return found
+            message["tool_calls"] = [_with_object(call) for call in self.tool_calls]
+        return message
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class Function(_Fields):
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
-    strict: bool = False  # arguments follow the schema also where the target chooses whether to call
+    strict: bool = False  # arguments follow the schema even if the target chooses whether to call
 
     @model_validator(mode="after")
     def _properties_by_name(self) -> Function:
@@ -272,7 +272,7 @@ class NamedTool(_Fields):
 
 
 class TemplateSettings(_Fields):
-    """What a chat template is told besides the messages."""
+    """Variables of a chat template besides the messages."""
 
     enable_thinking: bool | None = None  # None: as the server was started
 
@@ -315,7 +315,7 @@ class ChatRequest(_Sampled):
         return [one.function for one in self.tools] if self.tool_choice == "required" else []
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """As of `CompletionRequest`."""
         return self.top_logprobs if self.logprobs else None
 

@@ -37,7 +37,7 @@ class ToolCall:
 
 
 def format_of(template: str) -> Format | None:
-    """In which form a chat template asks for tool calls; None where it is another one than those above."""
+    """The form of tool calls that a chat template asks for; None if it is none of those above."""
     if _OPEN in template:
         return "xml" if "<function=" in template else "hermes"
     return "llama" if '"parameters"' in template and "ipython" in template.lower() else None
@@ -77,7 +77,7 @@ class ToolCallParser:
                 return content, calls
             call = read(self._held[start : len(self._held) if end < 0 else end])
             if call is None and end != self._held.find(_CLOSE, start):
-                # A quote too many, or a mark too few: calls that come behind the first mark can be read all the same.
+                # A quote too many, or a mark too few: calls that come after the first mark can be read all the same.
                 # What they hold is not counted again, or the work would grow with the square of the text.
                 self._first_mark, self._passed, self._quotes = True, 0, 0
                 continue
@@ -106,7 +106,7 @@ class ToolCallParser:
         return -1
 
     def _outside(self, text: str) -> str:
-        """The part of the text before a call, or behind all of them, that is content."""
+        """The part of the text before a call, or after all of them, that is content."""
         if self._behind_call and not text.strip():
             return ""
         self._behind_call = False
@@ -122,27 +122,27 @@ class ToolCallParser:
 
     def _json(self, text: str) -> ToolCall | None:
         try:
-            found = json.loads(text)
+            call = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(found, dict):
+        if not isinstance(call, dict):
             return None
-        name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
         if name not in self._schemas or not isinstance(arguments, dict):
             return None
         return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
     def _xml(self, text: str) -> ToolCall | None:
-        found = _FUNCTION.fullmatch(text)
-        if found is None or found[1] not in self._schemas or _NEXT_CALL.search(text):
+        match = _FUNCTION.fullmatch(text)
+        if match is None or match[1] not in self._schemas or _NEXT_CALL.search(text):
             return None
-        types = self._schemas[found[1]].get("properties") or {}
-        arguments = {name: _typed(value, types.get(name)) for name, value in _PARAMETER.findall(found[2])}
-        return ToolCall(found[1], json.dumps(arguments, ensure_ascii=False))
+        types = self._schemas[match[1]].get("properties") or {}
+        arguments = {name: _typed(value, types.get(name)) for name, value in _PARAMETER.findall(match[2])}
+        return ToolCall(match[1], json.dumps(arguments, ensure_ascii=False))
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """The value that a parameter's text stands for: text where the schema says string, else JSON where it is any."""
+    """The value that a parameter's text stands for: text if the schema says string, else JSON if it is any."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         return value
     try:
@@ -175,23 +175,23 @@ _TERMINALS = [
 ]
 
 
-def call_structure(asked: ChatRequest, format: Format) -> JSONWithin | None:
-    """What a response must follow so that it calls as the request asks; None: nothing.
+def call_structure(request: ChatRequest, format: Format) -> JSONWithin | None:
+    """The grammar of responses that call as the request asks; None: any text.
 
         tool_choice required, or a named tool    one of these functions is called, and nothing else is written
-        strict functions, or one call at most    text, and calls where the target begins them
+        strict functions, or one call at most    text, and calls if the target begins them
 
-    Arguments follow the function's schema where it must be called or is strict; else they are any JSON object.
+    Arguments follow the function's schema if it must be called or is strict; else they are any JSON object.
 
     Raises:
         StructureError: the form cannot express a schema, or the answer is to follow something else as well.
     """
-    needed, functions = asked.must_call, [tool.function for tool in asked.tools]
-    one = format == "llama" or not asked.parallel_tool_calls
+    needed, functions = request.must_call, [tool.function for tool in request.tools]
+    one = format == "llama" or not request.parallel_tool_calls
     bounded = one and format != "llama"  # by the request; the form llama has one call in any case
     if not (needed or bounded or any(function.strict for function in functions)):
         return None
-    if asked.structure is not None:
+    if request.structure is not None:
         raise StructureError("response_format and structured_outputs do not go with calls that are constrained, too.")
     rules = _Rules(format)
     bodies = [rules.call(function, bool(needed) or function.strict) for function in needed or functions]
@@ -275,10 +275,10 @@ def _check_references(name: str, properties: Mapping[str, Any], shared: Mapping[
     Raises:
         StructureError: something else is referred to.
     """
-    if not (found := _references(properties)):
+    if not (used := _references(properties)):
         return
     beginnings = tuple(f"#/{key}/" for key in shared)
-    if foreign := {one for one in found | _references(shared) if not one.startswith(beginnings)}:
+    if foreign := {one for one in used | _references(shared) if not one.startswith(beginnings)}:
         raise StructureError(
             f"tools: the $ref {min(foreign)[:100]!r} of {name!r} cannot be followed in this target's form of calls; "
             "refer to its $defs."
@@ -286,17 +286,17 @@ def _check_references(name: str, properties: Mapping[str, Any], shared: Mapping[
 
 
 def _references(schema: Any) -> set[str]:
-    """What the parts of a schema refer to."""
-    found, parts = set[str](), [schema]
+    """The references in a schema."""
+    references, parts = set[str](), [schema]
     while parts:
         part = parts.pop()
         if isinstance(part, dict):
             parts += part.values()
             if isinstance(reference := part.get("$ref"), str):
-                found.add(reference)
+                references.add(reference)
         elif isinstance(part, list):
             parts += part
-    return found
+    return references
 
 
 def _text(text: str) -> str:

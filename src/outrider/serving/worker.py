@@ -23,7 +23,7 @@ from outrider.decoding.request import Output, Request, StepRecord
 from outrider.serving.inspector import Watch
 from outrider.serving.metrics import RequestRecord, ServerMetrics
 
-_REMEMBERED = 32  # finished requests, from whose times a client is told when to come again
+_REMEMBERED = 32  # finished requests; their times say when a refused client should come again
 
 
 class Overloaded(Exception):
@@ -77,7 +77,7 @@ class Worker:
     Args:
         most_waiting: requests that may wait for a place among the engine's `max_requests`.
 
-    `watches` are told of every step.
+    `watches` get every step.
     """
 
     def __init__(self, engine: Engine, metrics: ServerMetrics, most_waiting: int) -> None:
@@ -150,13 +150,13 @@ class Worker:
 
     def cancel(self, ids: Collection[str]) -> None:
         """Free requests, those that are unknown left out."""
-        found = [id for id in ids if self._live.pop(id, None) is not None]
-        if found:
-            self.metrics.aborted(len(found))
-            self._commands.put(found)
+        freed = [id for id in ids if self._live.pop(id, None) is not None]
+        if freed:
+            self.metrics.aborted(len(freed))
+            self._commands.put(freed)
 
     def _retry_after(self, places: int) -> int:
-        """Seconds until so many places are free, if requests finish as the last ones did; 1 where none has."""
+        """Seconds until so many places are free, if requests finish as the last ones did; 1 if none has."""
         if not self._finished:
             return 1
         taken = sum(seconds for _, seconds in self._finished) / len(self._finished)
@@ -212,7 +212,7 @@ class Worker:
     def _deliver(
         self, outputs: Sequence[Output], step: StepRecord | None, started: float, now: float, waiting: set[str]
     ) -> None:
-        """What a step gave, which began at `started` and ended at `now`; `waiting` requests had no part in it."""
+        """Hand out a step's outputs. It ran from `started` to `now`; `waiting` requests had no part in it."""
         for id, submission in self._live.items():
             if id not in waiting:
                 submission.records[id].begin(started)

@@ -152,7 +152,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("vllm", "eagle3", {}, "eagle3 drafters are not loaded in the dialect Outrider, only in speculators or EAGLE-3"),
     ("vllm", "medusa", {}, r"in the dialect Outrider, only in Medusa: export it first .outrider export DIR --to vllm"),
     ("vllm", "mtp", {}, "vllm: it takes no mtp drafters"),
-    ("vllm", "dspark", {"markov_head_type": "rnn"}, "markov_head_type 'rnn' is not served there"),
+    ("vllm", "dspark", {"markov_head_type": "rnn"}, 'markov_head_type "rnn" is not served there'),
     ("sglang", "dflash", {"draft_vocab_size": VD}, "sglang: draft_vocab_size 40 has no place there"),
     ("sglang", "dspark", {"draft_vocab_size": VD}, "draft_vocab_size 40 has no place there: export it first"),
     ("sglang", "medusa", {}, "sglang: it takes no medusa drafters"),
@@ -186,7 +186,7 @@ def test_what_stands_for_a_drafter_is_held_to_the_same_limits(toy: Path, tmp_pat
     assert done.exit_code == 0, (done.output, done.exception)
     assert "exported/elsewhere" in (tmp_path / "out" / "logs" / "vllm-fixed-4.log").read_text()
     refused = launch(toy, tmp_path / "other", tmp_path / "gated", "vllm", "--engine-drafter", "exported/elsewhere")
-    assert isinstance(refused.exception, ValueError) and "'gated' is not served there" in str(refused.exception)
+    assert isinstance(refused.exception, ValueError) and '"gated" is not served there' in str(refused.exception)
 
 
 def test_tools_go_to_chat_servers_with_their_messages(tmp_path: Path) -> None:
