@@ -421,7 +421,7 @@ def test_a_check_that_breaks_is_a_fault_and_stops_nothing(
     def breaks(inputs: Inputs) -> Any:
         raise RuntimeError("out of spoons")
 
-    monkeypatch.setattr(run, "CHECKS", (Check("data", "broken", breaks, ()), *CHECKS[:2]))
+    monkeypatch.setattr(run, "CHECKS", (Check("data", "broken", breaks, rules=()), *CHECKS[:2]))
     findings = diagnose(healthy, target)
     assert faults(findings) == {"broken"} and "out of spoons" in findings["broken"].figure and len(findings) == 3
 

@@ -363,7 +363,7 @@ def check_vanilla_head(parts: DrafterWeights) -> None:
     """
     check_sequential_head(parts)
     if parts.algorithm == "dspark":
-        require(parts, "markov_head_type", "vanilla", "its DSpark has that sequential head alone")
+        require(parts, "markov_head_type", "vanilla", reason="its DSpark has that sequential head alone")
 
 
 def check_targets_vocabulary(parts: DrafterWeights) -> None:

@@ -43,8 +43,8 @@ class DeepSpecCode(ExternalEngine):
     over_http = False
 
     def check(self, parts: DrafterWeights) -> list[str]:
-        require(parts, "is_causal", False, "rows of its blocks see each other in both directions")
-        require(parts, "sample_from_anchor", True, "its blocks draft from the anchor")
+        require(parts, "is_causal", False, reason="rows of its blocks see each other in both directions")
+        require(parts, "sample_from_anchor", True, reason="its blocks draft from the anchor")
         return []
 
     def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:

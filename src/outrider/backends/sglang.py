@@ -82,7 +82,7 @@ class SGLang(ExternalEngine):
             return []
         check_sequential_head(parts)
         if parts.algorithm == "dspark":
-            require(parts, "sample_from_anchor", True, "its DSpark blocks draft from the anchor")
+            require(parts, "sample_from_anchor", True, reason="its DSpark blocks draft from the anchor")
         if any(pattern.causal != (pattern.window is not None) for pattern in getattr(config, "attention_patterns", ())):
             raise ValueError(
                 f"is_causal {config.is_causal} is not heeded there; block rows see those after them in layers without "

@@ -59,7 +59,7 @@ class VLLM(ExternalEngine):
     def check(self, parts: DrafterWeights) -> list[str]:
         check_vanilla_head(parts)
         if parts.algorithm == "dflash":
-            require(parts, "sample_from_anchor", False, "its DFlash drafts from masks alone")
+            require(parts, "sample_from_anchor", False, reason="its DFlash drafts from masks alone")
         if not getattr(parts.config, "plain_logits", True):
             raise ValueError(
                 "output_multiplier and final_logit_softcapping are not heeded there; its DFlash drafts with the head's "

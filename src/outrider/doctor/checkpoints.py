@@ -195,7 +195,7 @@ def read_drafter(inputs: Inputs, directory: Path, device: str = "cpu") -> Findin
     except (ValueError, KeyError, OSError) as error:
         meaning = "No engine that checks what it loads will serve it."
         remedy = "Save the drafter again with the tool that trained it, or correct the named field of its config.json."
-        return Finding("fault", str(error), meaning, remedy, group="checkpoint", check="readable")
+        return Finding("fault", str(error), meaning, remedy=remedy, group="checkpoint", check="readable")
     return None
 
 
@@ -821,8 +821,8 @@ UNCLEAR = Rule(
     "unclear",
     lambda m: m.unclear,
     "cannot tell yet: accepted length too low ({m.length:.2f}; {m.positions} positions)",
-    "A mistake would cost this drafter too little to be seen here.",
-    "Train it longer, or examine more conversations (--samples); then run the doctor again.",
+    meaning="A mistake would cost this drafter too little to be seen here.",
+    remedy="Train it longer, or examine more conversations (--samples); then run the doctor again.",
 )
 
 
@@ -830,8 +830,14 @@ def _wiring(meaning: str, remedy: str, shown: str = "") -> tuple[Rule, ...]:
     """Rules of a comparison with variants; `shown` stands before the figures if all is well."""
     return (
         UNCLEAR,
-        Rule("fault", lambda m: m.level == 2, "{m.figure}", meaning, remedy),
-        Rule("warning", lambda m: m.level == 1, "{m.figure}", "By a small but clear margin: " + meaning, remedy),
+        Rule("fault", lambda m: m.level == 2, "{m.figure}", meaning=meaning, remedy=remedy),
+        Rule(
+            "warning",
+            lambda m: m.level == 1,
+            "{m.figure}",
+            meaning="By a small but clear margin: " + meaning,
+            remedy=remedy,
+        ),
         Rule("ok", always, shown + "{m.figure}"),
     )
 
@@ -846,199 +852,210 @@ _SERVED = (
 )
 
 CHECKS: tuple[Check, ...] = (
-    Check("checkpoint", "tensors", tensors, (
+    Check("checkpoint", "tensors", tensors, rules=(
         Rule("warning", lambda m: m.empty, "{m.empty} tensors of zeros: {m.names}",
-             "A weight that is zero throughout was never trained or never copied.",
-             "Look at how the checkpoint was made; convert or train it again."),
+             meaning="A weight that is zero throughout was never trained or never copied.",
+             remedy="Look at how the checkpoint was made; convert or train it again."),
         Rule("ok", always, "{m.count} tensors, {m.size:.1f} MB, {m.dtypes}, all finite"),
     ), needs=("drafter",)),
-    Check("checkpoint", "fits target", fits_target, (
+    Check("checkpoint", "fits target", fits_target, rules=(
         Rule("fault", lambda m: m.error, "{m.error}",
-             "Every number in a drafter refers to its own target's layers and vocabulary.",
-             "Name the right target with --target, or train a drafter for this one."),
+             meaning="Every number in a drafter refers to its own target's layers and vocabulary.",
+             remedy="Name the right target with --target, or train a drafter for this one."),
         Rule("warning", lambda m: m.renamed, "trained on {m.trained_on}, examined with {m.name}",
-             "The shapes agree, the names do not. Another fine-tune of the same base lowers acceptance silently.",
-             "If the two are one model under two names, ignore this; else use the target it was trained on."),
+             meaning="The shapes agree, the names do not. Another fine-tune of the same base lowers acceptance "
+                     "silently.",
+             remedy="If the two are one model under two names, ignore this; else use the target it was trained on."),
         Rule("ok", always,
              "hidden size {m.config.hidden_size}, {m.config.num_target_layers} layers, aux layers {m.layers}"),
     ), needs=("target", "drafter")),
-    Check("checkpoint", "vocabulary", vocabulary, (
+    Check("checkpoint", "vocabulary", vocabulary, rules=(
         Rule("fault", lambda m: m.tokens > m.vocab, "the tokenizer has {m.tokens} tokens, the target {m.vocab}",
-             "Tokens beyond the target's embedding cannot be read: tokens were added without resizing the model.",
-             "Resize the target's embeddings and train it on the new tokens, or remove them from the tokenizer."),
+             meaning="Tokens beyond the target's embedding cannot be read: tokens were added without resizing the "
+                     "model.",
+             remedy="Resize the target's embeddings and train it on the new tokens, or remove them from the "
+                    "tokenizer."),
         Rule("warning", lambda m: m.absent, "stop tokens {m.absent} are not in the draft vocabulary",
-             "The drafter can never propose the end of a response; its last blocks are always cut short.",
-             "Keep stop tokens in the draft vocabulary (outrider train always does)."),
+             meaning="The drafter can never propose the end of a response; its last blocks are always cut short.",
+             remedy="Keep stop tokens in the draft vocabulary (outrider train always does)."),
         Rule("ok", always, "target {m.vocab}, drafter {m.config.vocab_size}, drafts {m.config.draft_vocab_size}"),
     ), needs=("target", "drafter")),
-    Check("checkpoint", "embedding and head", embedding_and_head, (
+    Check("checkpoint", "embedding and head", embedding_and_head, rules=(
         Rule("warning", lambda m: m.foreign, "the file's {m.foreign} is not the target's",
-             "Serving uses it as it is, and it costs memory of its own; a drafter for another target looks the same.",
-             "Make sure of the target. To train on, start a new drafter: training uses the target's frozen ones."),
+             meaning="Serving uses it as it is, and it costs memory of its own; a drafter for another target looks the "
+                     "same.",
+             remedy="Make sure of the target. To train on, start a new drafter: training uses the target's frozen "
+                    "ones."),
         Rule("warning", lambda m: m.tied != m.same,
              "the target's config says tie_word_embeddings={m.tied}, its tensors say otherwise",
-             "A converter may have dropped or copied the head; the drafter uses what is loaded.",
-             "Compare the target's output with its publisher's before training on it."),
+             meaning="A converter may have dropped or copied the head; the drafter uses what is loaded.",
+             remedy="Compare the target's output with its publisher's before training on it."),
         Rule("ok", always, "the target's own, {m.kind}"),
     ), needs=("target", "drafter", "working")),
-    Check("checkpoint", "positions", positions, (
+    Check("checkpoint", "positions", positions, rules=(
         Rule("warning", lambda m: m.theirs != m.own, "rope_theta is {m.own:g}, the target's {m.theirs:g}",
-             "A drafter trained with it is right; one with an edited config loses acceptance as the context grows.",
-             "Compare with the config of training; look at the checks of RoPE base and context length."),
+             meaning="A drafter trained with it is right; one with an edited config loses acceptance as the context "
+                     "grows.",
+             remedy="Compare with the config of training; look at the checks of RoPE base and context length."),
         Rule("warning", lambda m: m.scaling != "default" and m.longest > m.unscaled,
              "the target scales RoPE ({m.scaling}), the drafter does not; the longest of the data has {m.longest} "
              "tokens",
-             "Beyond the unscaled length the drafter's positions are ones it never trained on.",
-             "Train on conversations as long as those it will serve."),
+             meaning="Beyond the unscaled length the drafter's positions are ones it never trained on.",
+             remedy="Train on conversations as long as those it will serve."),
         Rule("warning", lambda m: m.longest > m.most,
              "max_position_embeddings is {m.most}, the longest conversation has {m.longest}",
-             "Engines refuse or truncate contexts beyond it.",
-             "Raise max_position_embeddings if the drafter was trained on such lengths."),
+             meaning="Engines refuse or truncate contexts beyond it.",
+             remedy="Raise max_position_embeddings if the drafter was trained on such lengths."),
         Rule("warning", lambda m: m.outside, "sliding_window {m.window}, longest conversation {m.longest}",
-             "The drafter does not see the beginning of long contexts, and cannot draft text copied from there.",
-             "Train with a larger window, or with none, if acceptance falls with context length."),
+             meaning="The drafter does not see the beginning of long contexts, and cannot draft text copied from "
+                     "there.",
+             remedy="Train with a larger window, or with none, if acceptance falls with context length."),
         Rule("ok", always, "rope_theta {m.own:g}, window {m.window}, longest conversation {m.shown}"),
     ), needs=("target", "drafter", "block")),
-    Check("data", "loss mask", loss_mask, (
+    Check("data", "loss mask", loss_mask, rules=(
         Rule("fault", lambda m: m.bad, "{m.count} conversations with spans outside their tokens, first {m.bad[0]!r}",
-             "The loss would be taken at positions that the target never generated.",
-             "Write the responses again; prompt and response must be the generator's own tokens."),
+             meaning="The loss would be taken at positions that the target never generated.",
+             remedy="Write the responses again; prompt and response must be the generator's own tokens."),
         Rule("warning", lambda m: m.empty, "{m.empty} of {m.replies} replies are empty",
-             "They supervise nothing.",
-             "Look at why the generator returned nothing for them."),
+             meaning="They supervise nothing.",
+             remedy="Look at why the generator returned nothing for them."),
         Rule("ok", always, "{m.conversations} conversations, {m.total} tokens, {m.share:.0%} supervised"),
     ), needs=("data",)),
-    Check("data", "token ids", token_ids, (
+    Check("data", "token ids", token_ids, rules=(
         Rule("fault", lambda m: m.outside,
              "{m.count} replies hold ids outside the target's vocabulary, the first {m.outside[0]!r}",
-             "The data was tokenized for another model.",
-             "Regenerate the responses with this target."),
+             meaning="The data was tokenized for another model.",
+             remedy="Regenerate the responses with this target."),
         Rule("ok", always, "all below {m.vocab}"),
     ), needs=("data", "target")),
-    Check("data", "ends of responses", response_ends, (
+    Check("data", "ends of responses", response_ends, rules=(
         Rule("fault", lambda m: m.wrong,
              "{m.count} of {m.finished} finished responses do not end with a stop token {m.stops}",
-             "The drafter never learns where a response ends (the first is {m.wrong[0]!r}).",
-             "Keep the stop token when responses are written: take the generator's token ids, not its text."),
+             meaning="The drafter never learns where a response ends (the first is {m.wrong[0]!r}).",
+             remedy="Keep the stop token when responses are written: take the generator's token ids, not its text."),
         Rule("warning", lambda m: m.cut > TRUNCATED_SHARE,
              "{m.cut:.0%} of {m.replies} responses were cut off before their end",
-             "The drafter learns from the beginnings of responses and seldom or never sees how they go on and end.",
-             "Raise data.max_new_tokens, unless the target never stops by itself."),
+             meaning="The drafter learns from the beginnings of responses and seldom or never sees how they go on and "
+                     "end.",
+             remedy="Raise data.max_new_tokens, unless the target never stops by itself."),
         Rule("ok", always, "{m.cut:.0%} of {m.replies} responses were cut off before their end"),
     ), needs=("data", "target")),
-    Check("data", "chat template", chat_template, (
+    Check("data", "chat template", chat_template, rules=(
         Rule("fault", lambda m: m.recorded, "the chat template is {m.now}; recorded by {m.recorded}",
-             "The chat template changed since the responses were made: the drafter serves contexts it never saw.",
-             _TEMPLATE_REMEDY),
+             meaning="The chat template changed since the responses were made: the drafter serves contexts it never "
+                     "saw.",
+             remedy=_TEMPLATE_REMEDY),
         Rule("ok", lambda m: m.plain, "no chat template, prompts are plain text"),
         Rule("fault", lambda m: m.ends < _MOST, "{m.figure}",
-             "Prompts should end with {m.suffix!r}: these have another template, or no generation prompt.",
-             _TEMPLATE_REMEDY),
+             meaning="Prompts should end with {m.suffix!r}: these have another template, or no generation prompt.",
+             remedy=_TEMPLATE_REMEDY),
         Rule("warning", lambda m: m.begins < _MOST, "{m.figure}",
-             "Prompts begin otherwise: with system prompts or tools of their own, a date, or another template.",
-             "If the data brings its own system prompts, ignore this. " + _TEMPLATE_REMEDY),
+             meaning="Prompts begin otherwise: with system prompts or tools of their own, a date, or another template.",
+             remedy="If the data brings its own system prompts, ignore this. " + _TEMPLATE_REMEDY),
         Rule("warning", lambda m: m.same < _MOST, "{m.figure}; {m.same:.0%} are rendered the same again",
-             "The tokenizer splits the same text into other tokens now, or the template changes users' words.",
-             "Check that tokenizer and template are those of training."),
+             meaning="The tokenizer splits the same text into other tokens now, or the template changes users' words.",
+             remedy="Check that tokenizer and template are those of training."),
         Rule("ok", always, "{m.figure}, {m.same:.0%} rendered the same again"),
     ), needs=_TEXT),
-    Check("data", "thinking mode", thinking_mode, (
+    Check("data", "thinking mode", thinking_mode, rules=(
         Rule("fault", lambda m: m.unlike, "{m.records}",
-             "The drafter was trained on responses of the other mode than these.",
-             "Examine it with the data it was trained on, or train it on these."),
+             meaning="The drafter was trained on responses of the other mode than these.",
+             remedy="Examine it with the data it was trained on, or train it on these."),
         Rule("fault", lambda m: m.other, "{m.figure}",
-             "The drafter was trained on the other mode, whose responses read differently.",
-             "Serve with thinking {m.data}, or regenerate with it {m.serving} (--thinking, --no-thinking)."),
+             meaning="The drafter was trained on the other mode, whose responses read differently.",
+             remedy="Serve with thinking {m.data}, or regenerate with it {m.serving} (--thinking, --no-thinking)."),
         Rule("fault", lambda m: m.on is False and m.marked > _FEW, "{m.figure}",
-             "Responses think although the prompts ask them not to: they were not made with these prompts.",
-             "Regenerate the responses from the prompts as they are rendered."),
+             meaning="Responses think although the prompts ask them not to: they were not made with these prompts.",
+             remedy="Regenerate the responses from the prompts as they are rendered."),
         Rule("warning", lambda m: m.on is None and _FEW < m.marked < _MOST, "{m.figure}",
-             "Two modes are mixed in one file.",
-             "Regenerate with one setting for all conversations."),
+             meaning="Two modes are mixed in one file.",
+             remedy="Regenerate with one setting for all conversations."),
         Rule("ok", always),
     ), needs=_TEXT),
-    Check("data", "on-policy", on_policy, graded(
+    Check("data", "on-policy", on_policy, rules=graded(
         "{m.figure}",
         "The responses are not what this target says at {m.drawn}: another model, template or precision, or a person, "
         "wrote them. Worst: {m.worst}.",
         "Regenerate the responses with this target (outrider train does when data.responses names a new file)."),
         needs=("samples", "target")),
-    Check("data", "mask token in text", mask_in_text, (
+    Check("data", "mask token in text", mask_in_text, rules=(
         Rule("warning", lambda m: m.responses or m.prompts,
              "mask token {m.mask} occurs in {m.responses} responses and {m.prompts} prompts",
-             "The drafter cannot tell such a token from a place to fill.",
-             "Train with a mask token that text never contains (drafter.mask_token)."),
+             meaning="The drafter cannot tell such a token from a place to fill.",
+             remedy="Train with a mask token that text never contains (drafter.mask_token)."),
         Rule("ok", always, "mask token {m.mask} occurs nowhere"),
     ), needs=("data", "drafter", "block")),
-    Check("data", "draft vocabulary coverage", coverage, graded(
+    Check("data", "draft vocabulary coverage", coverage, rules=graded(
         "{m.figure}",
         "A token outside the draft vocabulary ends every block it stands in: acceptance cannot exceed this share.",
         "Raise drafter.draft_vocab_size, or choose the ids from text like this."),
         needs=("data", "drafter")),
-    Check("data", "repeated prompts", repeats, (
+    Check("data", "repeated prompts", repeats, rules=(
         Rule("warning", lambda m: m.share > _REPEATED, "{m.figure}",
-             "Repeats weigh more than the rest, and a repeat in the held-out part makes its figures too good.",
-             "Remove repeated prompts before regenerating."),
+             meaning="Repeats weigh more than the rest, and a repeat in the held-out part makes its figures too good.",
+             remedy="Remove repeated prompts before regenerating."),
         Rule("ok", always),
     ), needs=("data",)),
-    Check("data", "evaluation prompts", contamination, (
+    Check("data", "evaluation prompts", contamination, rules=(
         Rule("fault", lambda m: m.known, "{m.figure}: {m.names}",
-             "Results on prompts that were trained on say nothing about prompts that were not.",
-             "Remove them from the training prompts and train again, or evaluate on others."),
+             meaning="Results on prompts that were trained on say nothing about prompts that were not.",
+             remedy="Remove them from the training prompts and train again, or evaluate on others."),
         Rule("ok", always),
     ), needs=(*_TEXT, "eval")),
-    Check("wiring", "aux layer indices", aux_indices, _wiring(
+    Check("wiring", "aux layer indices", aux_indices, rules=_wiring(
         "target_layer_ids {m.own} are off by one: aux layer i is the output of decoder layer i, transformers' "
         "hidden_states[i + 1].",
         "Write target_layer_ids {m.value} into the drafter's config.json."),
         needs=_MODEL),
-    Check("wiring", "aux layer order", aux_order, _wiring(
+    Check("wiring", "aux layer order", aux_order, rules=_wiring(
         "the aux hidden states arrive in another order than in training; target_layer_ids says {m.own}.",
         "Sort the columns of fc.weight by layer, ascending, as engines do; they stand in the {m.best.label}."),
         needs=_MODEL, slow=True),
-    Check("wiring", "mask token", mask_token, _wiring(
+    Check("wiring", "mask token", mask_token, rules=_wiring(
         "mask_token_id {m.own} is not that of training; {m.right}, or a token embedded like it, is.",
         "Set mask_token_id to {m.value} in the drafter's config.json.", "id {m.own}: "),
         needs=_BLOCK, slow=True),
-    Check("wiring", "block layout", block_layout, _wiring(
+    Check("wiring", "block layout", block_layout, rules=_wiring(
         "the block layout is wrong: every draft is read from the neighbouring row (sample_from_anchor={m.own}).",
         "Set sample_from_anchor to {m.value} in the drafter's config.json."),
         needs=_BLOCK),
-    Check("wiring", "RoPE base", rope_base, _wiring(
+    Check("wiring", "RoPE base", rope_base, rules=_wiring(
         "rope_theta {m.own:g} is not that of training: the drafter attends at wrong distances, worse in long contexts.",
         "Set rope_theta to {m.value:g} in the drafter's config.json.", "rope_theta {m.own:g}: "),
         needs=_BLOCK, slow=True),
-    Check("wiring", "draft vocabulary order", vocabulary_order, (
+    Check("wiring", "draft vocabulary order", vocabulary_order, rules=(
         Rule("ok", lambda m: m.ascending, "{m.own} ids, ascending"),
         *_wiring(
             "d2t is shuffled: rows of the draft head (markov_w2) stand for other tokens than d2t says.",
             "Store the ids in the order of the head's rows; Outrider writes them ascending.",
             "{m.own} ids, not ascending: "),
     ), needs=_MODEL),
-    Check("serving", "leak", leak, (
+    Check("serving", "leak", leak, rules=(
         Rule("fault", lambda m: not m.moved <= _TOLERANCE,
              "hidden states of a block move by {m.moved:.2g} when only its future changes",
-             "The block mask shows a block tokens or features that decoding does not have yet, so acceptance is high "
+             meaning="The block mask shows a block tokens or features that decoding does not have yet, so acceptance "
+                     "is high "
              "in training and low in serving. The usual cause is visibility by index instead of position.",
-             "Restore the mask: context slots strictly before the anchor, and the block's own rows."),
+             remedy="Restore the mask: context slots strictly before the anchor, and the block's own rows."),
         Rule("warning", lambda m: m.used <= _TOLERANCE,
              "nothing moves with the future ({m.moved:.1g}), nor with the past ({m.used:.1g})",
-             "The drafter does not use the target's features at all: it drafts from the anchor alone.",
-             "Look at fc, hidden_norm and the key and value projections; train longer."),
+             meaning="The drafter does not use the target's features at all: it drafts from the anchor alone.",
+             remedy="Look at fc, hidden_norm and the key and value projections; train longer."),
         Rule("ok", always, "{m.blocks} blocks move by {m.moved:.1g} with the future, by {m.used:.2g} with the past"),
     ), needs=_BLOCK),
-    Check("serving", "trained = served", trained_and_served, (
+    Check("serving", "trained = served", trained_and_served, rules=(
         Rule("fault", lambda m: m.gap > m.least, "{m.figure}", *_SERVED),
         Rule("warning", lambda m: m.differ > _ROUNDS, "{m.figure}", *_SERVED),
         UNCLEAR,
         Rule("ok", always),
     ), needs=_MODEL),
-    Check("serving", "training record", training_record, (
+    Check("serving", "training record", training_record, rules=(
         UNCLEAR,
         Rule("warning", lambda m: m.recorded is None and m.length < _NOTHING,
              "{m.length:.2f} tokens a round at temperature 0; no record to compare with",
-             "The drafter's proposals are next to never accepted: it is untrained, or not connected as trained.",
-             "Look at the other findings first; then at target, precision and data."),
+             meaning="The drafter's proposals are next to never accepted: it is untrained, or not connected as "
+                     "trained.",
+             remedy="Look at the other findings first; then at target, precision and data."),
         Rule("ok", lambda m: m.recorded is None,
              "{m.length:.2f} tokens a round at temperature 0 on this data; no record to compare with"),
         *graded(
@@ -1046,11 +1063,12 @@ CHECKS: tuple[Check, ...] = (
             "Acceptance is much lower than in training: data of another kind, other wiring, or another target.",
             "Look at the other findings first; then at target, precision and data."),
     ), needs=_MODEL),
-    Check("serving", "context length", context_length, (
+    Check("serving", "context length", context_length, rules=(
         Rule("warning", lambda m: m.falls, "{m.figure}",
-             "Acceptance falls with context length: wrong RoPE base or scaling, a small window, or short training "
+             meaning="Acceptance falls with context length: wrong RoPE base or scaling, a small window, or short "
+                     "training "
              "data.",
-             "Compare RoPE and window with the target's; train on conversations as long as those served."),
+             remedy="Compare RoPE and window with the target's; train on conversations as long as those served."),
         UNCLEAR,
         Rule("ok", always),
     ), needs=_MODEL, slow=True),
@@ -1098,7 +1116,7 @@ def _outcome(check: Check, inputs: Inputs) -> Finding | None:
             "fault",
             f"the check itself broke: {type(error).__name__}: {error}",
             "What it looks at is so far from expected that it could not be examined.",
-            "Correct the other findings first; report this if it stays.",
+            remedy="Correct the other findings first; report this if it stays.",
         )
 
 

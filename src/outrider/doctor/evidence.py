@@ -76,8 +76,8 @@ class Rule:
 def graded(figure: str, meaning: str, remedy: str, fine: str = "{m.figure}") -> tuple[Rule, ...]:
     """A fault at `m.level` 2, a warning at level 1, ok at level 0 with `fine` as its figure."""
     return (
-        Rule("fault", lambda m: m.level == 2, figure, meaning, remedy),
-        Rule("warning", lambda m: m.level == 1, figure, meaning, remedy),
+        Rule("fault", lambda m: m.level == 2, figure, meaning=meaning, remedy=remedy),
+        Rule("warning", lambda m: m.level == 1, figure, meaning=meaning, remedy=remedy),
         Rule("ok", always, fine),
     )
 
@@ -110,7 +110,7 @@ class Check:
 
     def finding(self, status: Status, figure: str, meaning: str = "", remedy: str = "") -> Finding:
         """A finding of this check."""
-        return Finding(status, figure, meaning, remedy, group=self.group, check=self.name)
+        return Finding(status, figure, meaning, remedy=remedy, group=self.group, check=self.name)
 
 
 # ----------------------------------------------------------------------------

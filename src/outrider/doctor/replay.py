@@ -229,13 +229,14 @@ def _of_features(probe: Probe) -> list[Fault]:
             "aux layers",
             neighbouring_layers(layers, probe.target),
             "The server takes the hidden states of neighbouring layers: conventions differ by one.",
-            f"Make the server read the outputs of decoder layers {list(layers)}, counted from 0 (outrider export).",
+            remedy=f"Make the server read the outputs of decoder layers {list(layers)}, counted from 0 (outrider "
+            "export).",
         ),
         Fault(
             "order of aux layers",
             other_orders(layers),
             "The hidden states of the aux layers reach the drafter in another order than in training.",
-            f"Concatenate them in the order {list(layers)}.",
+            remedy=f"Concatenate them in the order {list(layers)}.",
         ),
         Fault(
             "features",
@@ -247,7 +248,7 @@ def _of_features(probe: Probe) -> list[Fault]:
                 Variant("features of other tokens", shuffled=True),
             ),
             "The drafter's context is not the text's hidden states: shifted, missing, or without a cached prompt.",
-            "Switch the prefix cache off and ask again (vLLM --no-enable-prefix-caching, SGLang "
+            remedy="Switch the prefix cache off and ask again (vLLM --no-enable-prefix-caching, SGLang "
             "--disable-radix-cache); else compare the rows that reach the drafter with the tokens.",
         ),
     ]
@@ -275,7 +276,7 @@ def _of_vocabulary(probe: Probe) -> list[Fault]:
             "reduced vocabulary",
             variants,
             "The server takes rows of the draft head for other tokens than they stand for.",
-            "Export the drafter again (outrider export): d2t holds offsets in one dialect, ids in another.",
+            remedy="Export the drafter again (outrider export): d2t holds offsets in one dialect, ids in another.",
         )
     ]
 
@@ -293,26 +294,29 @@ def _of_blocks(probe: Probe, slots: int) -> list[Fault]:
             "mask token",
             other_masks(target, config.mask_token_id),
             "The masked rows of a block are filled with another token than in training.",
-            f"Set mask_token_id to {config.mask_token_id} in the config.json that the server loads.",
+            remedy=f"Set mask_token_id to {config.mask_token_id} in the config.json that the server loads.",
         ),
         Fault(
             "block layout",
             [Variant(f"sample_from_anchor={flipped}", layout)],
             "Every draft is read from the neighbouring row of the block.",
-            f"Set sample_from_anchor to {str(config.sample_from_anchor).lower()}, or name the method with this layout.",
+            remedy=f"Set sample_from_anchor to {str(config.sample_from_anchor).lower()}, or name the method with this "
+            "layout.",
         ),
         Fault(
             "attention inside the block",
             [Variant("causal" if causal else "bidirectional", {"is_causal": causal})],
             "Rows of a block see other rows than in training (causal against bidirectional attention).",
-            f"Set is_causal to {str(config.is_causal).lower()} in its config.json, and choose an attention backend "
+            remedy=f"Set is_causal to {str(config.is_causal).lower()} in its config.json, and choose an attention "
+            "backend "
             "that honours it (docs/engines.md: attention-in-a-block).",
         ),
         Fault(
             "position ids",
             [Variant(f"positions of the block {step:+d}", offset=step) for step in (-1, 1)],
             "Rows of a block stand at other positions than their tokens, relative to the context.",
-            "Give the anchor's row the anchor's position in the text, counted from 0, and each row the next one.",
+            remedy="Give the anchor's row the anchor's position in the text, counted from 0, and each row the next "
+            "one.",
         ),
         Fault(
             "RoPE base",
@@ -322,20 +326,21 @@ def _of_blocks(probe: Probe, slots: int) -> list[Fault]:
                 Variant("pairs of neighbours rotated (interleaved), not halves", module=_interleaved),
             ),
             "Rotary positions have another base, scaling or layout than in training: worse the longer the context.",
-            f"Set rope_theta to {config.rope_theta:g} (also inside rope_parameters) in the config.json that the server "
+            remedy=f"Set rope_theta to {config.rope_theta:g} (also inside rope_parameters) in the config.json that the "
+            "server "
             "loads; no loader checks it (docs/engines.md: wrong-shapes-load).",
         ),
         Fault(
             "window",
             [Variant(f"window {w or 'none'}", {"sliding_window": w}) for w in windows],
             "The drafter sees another stretch of the context than in training.",
-            f"Set sliding_window to {config.sliding_window or 'null'} in the config.json that the server loads.",
+            remedy=f"Set sliding_window to {config.sliding_window or 'null'} in the config.json that the server loads.",
         ),
         Fault(
             "norms of context keys",
             first_norm if len(drafter.layers) > 1 else (),
             "Context keys of all layers are normed with the first layer's weights, as in vLLM 0.32's DFlash on CPUs.",
-            "Use a drafter of one layer there, or an engine whose kernel reads every row (docs/engines.md: "
+            remedy="Use a drafter of one layer there, or an engine whose kernel reads every row (docs/engines.md: "
             "vllm-dflash-cpu-norms); the text is right all the same.",
         ),
     ]
@@ -351,13 +356,13 @@ def _of_weights(probe: Probe, others: Mapping[str, DrafterWeights]) -> list[Faul
             headless if getattr(probe.drafter, "markov_head", None) is not None else (),
             "The engine drafts with the parallel logits alone: it took the drafter for DFlash, or dropped markov_w1, "
             "markov_w2.",
-            "Name the method dspark, in an engine that knows the head (docs/engines.md).",
+            remedy="Name the method dspark, in an engine that knows the head (docs/engines.md).",
         ),
         Fault(
             "embedding scale",
             [Variant(f"embeddings times {factor:g}", embedding=factor)],
             "Embeddings have another factor than in training (Gemma's sqrt(hidden_size) is the usual one).",
-            "Export the drafter again (outrider export): input_embedding_scale is written, and must be read.",
+            remedy="Export the drafter again (outrider export): input_embedding_scale is written, and must be read.",
         ),
         Fault(
             "weights",
@@ -370,14 +375,15 @@ def _of_weights(probe: Probe, others: Mapping[str, DrafterWeights]) -> list[Faul
             ),
             "The server drafts with other weights: another checkpoint, a quantised copy, or tensors that its loader "
             "skipped (docs/engines.md: vllm-medusa-biases, llama-cpp-dspark-head).",
-            "Compare the server's directory with this one (dates, hashes), and look in its log for tensors not loaded.",
+            remedy="Compare the server's directory with this one (dates, hashes), and look in its log for tensors not "
+            "loaded.",
         ),
         Fault(
             "sampling on one side",
             [Variant("drafts drawn, the target's token compared")],
             "Drafts drawn from p_d are compared with the target's token: acceptance is sum p_d p_t instead of sum "
             "min(p_d, p_t).",
-            "Draft greedily (the likeliest token), or verify with min(1, p_t / p_d) and the residual.",
+            remedy="Draft greedily (the likeliest token), or verify with min(1, p_t / p_d) and the residual.",
             mode="compared",
         ),
     ]
