@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Engine": "engine.engine",
+    "Engine": "decoding.engine",
     "GrammarCompiler": "decoding.structured",
     "Model": "api.model",
     "Response": "api.model",
