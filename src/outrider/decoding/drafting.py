@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -28,11 +27,11 @@ from torch import Tensor
 
 from outrider.decoding.acceptance import Acceptance, known_verdicts
 from outrider.decoding.backoff import Backoff, Pause
-from outrider.decoding.cost import Floats, Ints, learned
+from outrider.decoding.cost import Ints, learned
 from outrider.decoding.policies import Policy, StepView
 from outrider.decoding.prompt_lookup import Lookup, PromptLookup, may_read_responses
 from outrider.decoding.request import RequestState
-from outrider.decoding.trace import PathRows, RoundTrace, Source, trace_round
+from outrider.decoding.trace import Source
 from outrider.decoding.verification import RoundResult
 from outrider.drafters.base import Drafter, FailedCall
 from outrider.drafters.draft import Draft, allowed_part
@@ -340,33 +339,6 @@ class Drafting:
         if view is not None and lengths_R[request] < len(proposal.draft.tokens):
             return self.policy.reason(view, lengths_R, request)
         return proposal.reason
-
-    def trace(
-        self,
-        turn: DraftTurn,
-        result: RoundResult,
-        tokens: Sequence[int],
-        *,
-        rows: PathRows,
-        compared: Mapping[int, Tensor],
-        number: int,
-        source: Source | None,
-        reason: str,
-        believed_K: Floats | None,
-    ) -> RoundTrace:
-        """The trace of a request's round; see `trace_round`. `believed_K`: None if nothing was drafted."""
-        heads = None if self.drafter is None or self.drafter.trees else self.drafter.heads
-        return trace_round(
-            result,
-            tokens,
-            rows,
-            compared=compared,
-            number=number,
-            source=source if result.draft.tokens else None,
-            reason=reason,
-            raw=None if heads is None else partial(heads.uncalibrated, temperature=turn.state.params.temperature),
-            believed=[] if believed_K is None else believed_K.tolist(),
-        )
 
     def committed(self, state: RequestState, tokens: Sequence[int], aux_TLD: Tensor | None) -> None:
         """Note tokens that the target has read and that stay, for the drafter. `aux_TLD`: as `Drafter.extend`."""

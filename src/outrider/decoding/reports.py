@@ -5,6 +5,7 @@ token. Shapes: N rows with logits, T committed tokens, V vocab.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from outrider.decoding.drafting import Drafted, Drafting, DraftTurn
 from outrider.decoding.policies import StepView
 from outrider.decoding.request import Request, TokenLogprob
 from outrider.decoding.scoring import Scores
-from outrider.decoding.trace import path_rows
+from outrider.decoding.trace import path_rows, trace_round
 from outrider.decoding.verification import RoundResult
 from outrider.sampling import at_least_float32
 
@@ -50,20 +51,20 @@ def report(
     paths = path_rows(scores.logits_NV, [(scores.logit_rows[id].start, results[id].verdict.path) for id in traced])
     places = {turn.id: place for place, turn in enumerate(turns)}
     lengths_R = np.array([len(rows.tokens) for rows in scores.drafts])
+    heads = None if drafting.drafter is None or drafting.drafter.trees else drafting.drafter.heads
     for id, rows in zip(traced, paths, strict=True):
         place, tokens = places[id], committed[id][1]
         turn = turns[place]
-        reason = unasked[id] or drafting.reason(drafted, view, lengths_R, request=place)
-        fields.setdefault(id, {})["trace"] = drafting.trace(
-            turn,
+        fields.setdefault(id, {})["trace"] = trace_round(
             results[id],
             tokens,
-            rows=rows,
+            rows,
             compared=scores.compared[id],
             number=turn.state.rounds,
-            source=drafted.proposals[place].source,
-            reason=reason,
-            believed_K=None if view is None else view.confidences_RK[place],
+            source=drafted.proposals[place].source if results[id].draft.tokens else None,
+            reason=unasked[id] or drafting.reason(drafted, view, lengths_R, request=place),
+            raw=None if heads is None else partial(heads.uncalibrated, temperature=turn.state.params.temperature),
+            believed=[] if view is None else view.confidences_RK[place].tolist(),
         )
     return fields
 
