@@ -1,4 +1,4 @@
-"""A simulated load test: the engine's own scheduling over recorded drafts, on a machine that is a cost model.
+"""A simulated load test: the engine over recorded drafts, on a machine that is a cost model.
 
     seconds of a step  =  draft(drafting requests)  +  verify(rows, requests, context)  +  other(requests)
 
@@ -10,29 +10,35 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from torch import Tensor
 
 from outrider.backends.local import NO_SPECULATION, build_variant
-from outrider.decoding.acceptance import Acceptance, known_verdicts
-from outrider.decoding.backoff import Backoff
 from outrider.decoding.cost import Floats, Ints, Profile, SpsTable, StepCost
-from outrider.decoding.policies import FixedPolicy, Policy
-from outrider.decoding.prompt_lookup import Lookup, PromptLookup
-from outrider.decoding.request import FinishReason, Output, Request, StepRecord
-from outrider.decoding.scheduler import EngineConfig, Scheduler, StepPlan, Work
+from outrider.decoding.engine import Engine, Step
+from outrider.decoding.policies import Policy
+from outrider.decoding.request import Output, Request, StepRecord, StopRules
+from outrider.decoding.scheduler import EngineConfig
+from outrider.decoding.scoring import Scores
+from outrider.decoding.verification import TargetRows
+from outrider.drafters.base import DraftCall, Drafter
+from outrider.drafters.draft import Draft
+from outrider.drafters.ngram import HybridDrafter
 from outrider.evaluation.loadtest.load import Ask, run_load
 from outrider.evaluation.loadtest.metrics import Point, PointSummary, summarise
 from outrider.evaluation.loadtest.sweep import Sweep
-from outrider.evaluation.loadtest.traces import Response, Traces, matching
+from outrider.evaluation.loadtest.traces import Response, Traces
 from outrider.sampling import SamplingParams
+from outrider.target.model import DecodingOutput
+from outrider.target.paged import Span
 from outrider.utils.documents import read_json, read_mapping
 from outrider.utils.files import invalid_fields
 
@@ -164,52 +170,92 @@ def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, ve
 
 
 # ----------------------------------------------------------------------------
-# Discrete events: the engine's own scheduling over recorded drafts, each step charged what the machine would take.
+# The engine itself over recorded drafts, on a clock that adds what the machine would take.
 #
-#     plan      decoding/scheduler.py     queues, blocks, chunks of prefill, preemption     the production object
-#     draft     policy, traces          c_1 .. c_l of position n                          recorded, or looked up
-#     decide    acceptance, policy      l per request                                     the production objects
-#     commit    min(A_n, l) + 1 tokens                                                    exact, see traces.py
-#     clock  += draft(D) + verify(B, R, S) + other(R, m)                                  measured, or supposed
+#     draft     the recorded draft of position n: A_n tokens of the recorded text, then one that differs
+#     score     picks the recorded text, so that min(A_n, l) + 1 tokens are committed            exact, see traces.py
+#     clock     += draft(D) + verify(B, R, S) + other(R, m)                                     measured, or supposed
 #
-# Only seconds are modelled. Step for step it is what decoding/engine.py does, without tensors.
-# Shapes: R requests that decode, K draft positions.
+# Queues, blocks, estimates, policy, backoff and prompt lookup are the engine's own. Shapes: R requests that decode.
 # ----------------------------------------------------------------------------
 
 
-@dataclass
-class _Live:
-    """A request under way: `place` is its position in its response, `end` where it stops."""
+class ReplayTarget:
+    """The `DecodingTarget` of a replay: a vocabulary and no model."""
 
-    response: Response
-    place: int
-    end: int
-    limited: bool  # it ends there because of max_new_tokens
+    name, tokenizer, device = "recorded traces", None, torch.device("cpu")
+    hidden_size = num_layers = 0
+    max_context = 2**31
+    eos_ids: frozenset[int] = frozenset()
 
-    @property
-    def row(self) -> int:
-        """Its row in the traces' arrays."""
-        return self.response.start + self.place
+    def __init__(self, traces: Traces) -> None:
+        used = (max([*response.prompt, *response.tokens]) for response in traces.responses)
+        self.differs = max(used) + 1  # a token that no text has
+        self.vocab_size = self.differs + 1
 
-    @property
-    def length(self) -> int:
-        """Committed tokens."""
-        return len(self.response.prompt) + self.place
+    def check_aux_layers(self, aux_layers: Sequence[int], final: bool = False) -> tuple[int, ...]:
+        return tuple(aux_layers)
 
-    @property
-    def sampled(self) -> bool:
-        """Whether its tokens are drawn at a temperature above 0."""
-        return self.response.params.temperature > 0
+    def check_trees(self) -> None:
+        raise ValueError("drafts that branch cannot be replayed: traces hold one chain per position.")
 
-    def commit(self, count: int) -> tuple[list[int], FinishReason | None]:
-        """Up to `count` more tokens, and how the response ended if it did."""
-        before, self.place = self.place, min(self.place + count, self.end)
-        tokens = self.response.tokens[before : self.place]
-        return tokens, None if self.place < self.end else "length" if self.limited else "stop"
+    def check_batches(self) -> None:
+        """Requests are replayed together."""
+
+    def new_kv(self, num_blocks: int, block_size: int) -> ReplayTarget:
+        return self
+
+    def new_states(self) -> None:
+        return None
+
+    block_bytes = 0
+
+    def claim(self) -> None:
+        """There is no memory to claim."""
+
+    def keep_paths(self, kept: Sequence[tuple[list[int], int, Sequence[int]]]) -> None:
+        """There are no keys to move."""
+
+    def forward_ragged(self, spans: Sequence[Span], kv: Any, aux_layers: tuple[int, ...] = ()) -> DecodingOutput:
+        raise AssertionError("a replay scores drafts by the recorded text")
 
 
-class SimulatedEngine:
-    """`Engine` without models: the same calls and step records, with recorded drafts and seconds from `machine`.
+class ReplayDrafter(Drafter):
+    """Drafts as they were recorded. A session is the recorded response.
+
+    Args:
+        gamma: most tokens of a draft.
+        differs: the token that a rejected draft proposes.
+    """
+
+    def __init__(self, traces: Traces, gamma: int, differs: int) -> None:
+        self.traces, self.gamma, self.differs = traces, gamma, differs
+
+    def new_session(self, capacity: int) -> None:
+        return None
+
+    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        """The text is known."""
+
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
+        return [self._draft(call, min_confidence) for call in calls]
+
+    def _draft(self, call: DraftCall, min_confidence: float) -> Draft:
+        response: Response = call.session
+        place = call.position - len(response.prompt)
+        row = response.start + place
+        count = min(int(self.traces.drafted_N[row]), self.gamma if call.limit is None else call.limit)
+        confidences_K = self.traces.confidences_NK[row, :count].astype(np.float64)
+        below_K = confidences_K < min_confidence  # False for NaN: drafts without confidences are kept
+        count = int(below_K.argmax()) if below_K.any() else count
+        accepted = min(int(self.traces.accepted_N[row]), count)
+        tokens = [*response.tokens[place : place + accepted], *[self.differs] * (count - accepted)]
+        known = not np.isnan(confidences_K).any()
+        return Draft.chain(tokens, confidences=confidences_K[:count].tolist() if known else [])
+
+
+class SimulatedEngine(Engine):
+    """`Engine` without models: it replays recorded drafts, and `machine` says how long each part of a step takes.
 
     Args:
         slots: most drafts of a round, as recorded by default; 0 simulates plain decoding.
@@ -223,28 +269,30 @@ class SimulatedEngine:
         config: EngineConfig | None = None,
         slots: int | None = None,
     ) -> None:
-        self.traces, self.config = traces, config or EngineConfig()
-        self.policy: Policy = policy or FixedPolicy()
-        self.backoff = Backoff(self.policy)
         slots = traces.slots if slots is None else slots
         assert slots <= traces.slots, f"drafts of {slots} asked for, {traces.slots} recorded"
-        self.gamma = min(slots, traces.gamma)
-        self.lookup: PromptLookup | None = None
-        if traces.lookup is not None and slots:
-            self.lookup = PromptLookup(replace(traces.lookup, gamma=min(slots, traces.lookup.gamma)))
+        self.traces, self.replay = traces, ReplayTarget(traces)
         self.machine = machine if slots else machine.plain()
-        self.scheduler, self.acceptance = Scheduler(self.config, slots), Acceptance(self.gamma)
-        self.last: StepRecord | None = None
-        self._live: dict[str, _Live] = {}
-
-    @property
-    def idle(self) -> bool:
-        return not self._live
+        self._now = 0.0
+        self._responses: dict[str, Response] = {}
+        drafter: Drafter | None = None
+        if slots:
+            drafter = ReplayDrafter(traces, min(slots, traces.gamma), self.replay.differs)
+            if traces.lookup is not None:
+                drafter = HybridDrafter(drafter, replace(traces.lookup, gamma=min(slots, traces.lookup.gamma)))
+        super().__init__(
+            self.replay,
+            drafter,
+            policy,
+            config or EngineConfig(),
+            clock=lambda: self._now,
+            learns_costs=False,
+        )
 
     @property
     def load(self) -> int:
         """How many requests it has."""
-        return len(self._live)
+        return len(self._responses)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its text is the recorded one.
@@ -252,181 +300,73 @@ class SimulatedEngine:
         Raises:
             ValueError: its id is in use, or its prompt, its sampling or so long a response was not recorded.
         """
-        if request.id in self._live:
-            raise ValueError(f"request id {request.id!r} is in use; give every request its own.")
         response, wanted = self.traces.find(request.prompt), request.rules.max_new_tokens
-        asked, recorded = (_without_free_seed(params) for params in (request.params, response.params))
-        if asked != recorded:
+        requested, recorded = (_without_free_seed(params) for params in (request.params, response.params))
+        if requested != recorded:
             raise ValueError(
-                f"request {request.id!r} asks for {asked}, its trace has {recorded}: record what is asked."
+                f"request {request.id!r} asks for {requested}, its trace has {recorded}: record what is asked."
             )
         if wanted > len(response.tokens) and not response.stopped:
             raise ValueError(
                 f"request {request.id!r} asks for {wanted} tokens, its trace has {len(response.tokens)}: "
                 f"record with --max-new-tokens {wanted}, or ask for fewer."
             )
-        end = min(wanted, len(response.tokens))
-        self.scheduler.add(request.id, len(response.prompt), wanted)
-        self._live[request.id] = _Live(response, 0, end, limited=end < len(response.tokens) or not response.stopped)
+        # The last token of a response that stopped is in no place before.
+        rules = StopRules(wanted, stop_ids=response.tokens[-1:] if response.stopped else ())
+        super().submit(replace(request, rules=rules))
+        self._responses[request.id] = response
 
-    def cancel(self, id: str) -> bool:
-        """Forget a request and free all it holds; False where there is none of that id."""
-        if self._live.pop(id, None) is None:
-            return False
-        self._forget(id)
-        return True
+    def begin(self) -> Step:
+        step = super().begin()
+        for id in step.plan.admitted:
+            self._states[id].session = self._responses[id]
+        return step
 
-    def step(self) -> list[Output]:
-        """One step, as long as `last.seconds` says; an output for every request that got tokens."""
-        plan = self.scheduler.plan()
-        if not plan.work:
-            return []
-        deciding = [work for work in plan.work if work.decodes]
-        lengths = [self._live[work.id].length for work in deciding]
-        prompts = [(self.scheduler.running[work.id].cached, work.prefill) for work in plan.work if work.prefill]
-        counts, outputs = Counter[str](), list[Output]()
-        if deciding:
-            counts, outputs = self._round(deciding, sum(work.prefill for work in plan.work))
-        self._settle(plan, outputs)
-        self.last = self._record(plan, counts, outputs, lengths=lengths, prompts=prompts)
-        return outputs
+    def draft(self, step: Step) -> list[Draft]:
+        with step.draft_clock:
+            drafts = super().draft(step)
+            drafted = step.drafted
+            depths = [len(proposal.draft.tokens) for proposal in drafted.proposals if proposal.source == "drafter"]
+            self._now += self.machine.draft_seconds(drafted.drafting, max([1, *depths]))
+        return drafts
 
-    def _round(self, deciding: Sequence[Work], prefill: int) -> tuple[Counter[str], list[Output]]:
-        """Draft, decide and commit; the outputs, and how many requests drafted (`drafting`), how many draft tokens were
-        `proposed`, `admitted` and `accepted`, and the length of the longest draft (`depth`)."""
-        ids, live = [work.id for work in deciding], [self._live[work.id] for work in deciding]
-        rows_R = np.array([one.row for one in live])
-        able = [work.id for work in deciding if work.limit > 0]
-        pause = self.backoff.pause(able, len(deciding), prefill) if able else None
-        pausing = pause is not None or not able
-        lookups: dict[str, Lookup] = {}
-        shortest = 1 if pause is None else pause.shortest_suffix
-        if self.lookup is not None and shortest:
-            lookups = self.lookup.find(
-                self._texts(able),
-                sampled={id for id in able if self._live[id].sampled},
-                shortest=shortest,
+    def score(self, step: Step, verified: Sequence[Draft]) -> Scores:
+        rows = [
+            TargetRows(_no_distribution, partial(self._text, turn.id, len(turn.state.tokens))) for turn in step.turns
+        ]
+        prompts = [(self.scheduler.running[work.id].cached, work.prefill) for work in step.plan.work if work.prefill]
+        count = len(step.turns) + sum(len(draft.tokens) for draft in verified)
+        with step.verify_clock:
+            self._now += float(
+                self.machine.verify_seconds(np.array([count]), max(len(step.turns), 1), step.context, prompts=prompts)[
+                    0
+                ]
             )
-        depths_R = np.zeros(len(deciding), dtype=np.int64)
-        if not pausing:
-            depths_R = self._depths(deciding, prefill, lookups)
-        confidences_RK = self.traces.confidences_NK[rows_R].astype(np.float64)
-        drafted_R = np.minimum(self.traces.drafted_N[rows_R], depths_R)
-        doubted_RK = confidences_RK < self.policy.min_confidence  # False for NaN: without confidences all are kept
-        drafted_R = np.where(doubted_RK.any(axis=1), np.minimum(drafted_R, doubted_RK.argmax(axis=1)), drafted_R)
-        depth = int(drafted_R.max())
-        confidences, right_R, looked_up = confidences_RK.tolist(), self.traces.accepted_N[rows_R], [False] * len(ids)
-        for i, work in enumerate(deciding):
-            if work.limit > 0 and not depths_R[i] and work.id in lookups:
-                draft = lookups[work.id].draft(work.limit, self.policy.min_confidence)
-                confidences[i], looked_up[i], drafted_R[i] = draft.confidences, True, len(draft.tokens)
-                right_R[i] = matching(draft.tokens, live[i].response.tokens[live[i].place :])
-        view, admitted_R = None, drafted_R
-        if drafted_R.any():
-            view = self.acceptance.step_view(
-                ids,
-                confidences,
-                drafted_R.tolist(),
-                contexts=[one.length for one in live],
-                other_tokens=prefill,
-                looked_up=None if self.lookup is None else looked_up,
-                sampled=[one.sampled for one in live],
-            )
-            admitted_R = self.policy.lengths(view)
-        accepted_R = np.minimum(right_R, admitted_R)
-        parts = [one.commit(count + 1) for one, count in zip(live, accepted_R.tolist(), strict=True)]
-        committed_R = np.array([len(tokens) for tokens, _ in parts])
-        verified_R, known_R = known_verdicts(admitted_R, accepted_R, committed_R)
-        if admitted_R.any() or not pausing:
-            self.backoff.observe(able, bool(admitted_R.any()))
-            if self.lookup is not None:
-                self.lookup.observe(lookups, self._texts(lookups))
-        if view is None:
-            self.acceptance.skip(len(ids))
-        else:
-            self.acceptance.observe(ids, view, verified_R=verified_R, accepted_R=known_R)
-        counts = Counter(
-            drafting=int((depths_R > 0).sum()),
-            proposed=int(drafted_R.sum()),
-            admitted=int(admitted_R.sum()),
-            accepted=int(accepted_R.sum()),
-            depth=depth,
+        self._now += float(self.machine.other_seconds(len(step.plan.work), np.array([count - len(step.turns)]))[0])
+        return Scores(
+            list(verified),
+            rows,
+            None,
+            logit_rows={},
+            first_row={},
+            count=step.prefill_tokens + count,
+            aux_TLD=None,
+            compared={},
         )
-        return counts, [Output(id, tokens, "", finish=finish) for id, (tokens, finish) in zip(ids, parts, strict=True)]
 
-    def _texts(self, ids: Iterable[str]) -> dict[str, list[int]]:
-        """What is committed of these requests, by id."""
-        live = {id: self._live[id] for id in ids}
-        return {id: [*one.response.prompt, *one.response.tokens[: one.place]] for id, one in live.items()}
-
-    def _depths(self, deciding: Sequence[Work], prefill: int, lookups: Mapping[str, Lookup]) -> Ints:
-        """Most tokens drafted for each request, [R]: as many as it can use and the policy allows, none for a lookup."""
-        able = [i for i, work in enumerate(deciding) if work.limit > 0]
-        ids = [deciding[i].id for i in able]
-        view = self.acceptance.plan_view(
-            ids,
-            [self._live[id].length for id in ids],
-            prefill,
-            other_requests=len(deciding) - len(able),
-            lookup_RK=None if self.lookup is None else self.lookup.expected_RK(lookups, ids),
-            sampled=[self._live[id].sampled for id in ids],
-        )
-        depths_R = np.zeros(len(deciding), dtype=np.int64)
-        depths_R[able] = np.minimum(self.policy.depths(view), [deciding[i].limit for i in able])
-        return depths_R
-
-    def _settle(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
-        for work in plan.work:
-            if not work.decodes:
-                self.scheduler.advance(work.id, work.prefill)
-        for output in outputs:
-            if output.finish is None:
-                self.scheduler.commit(output.id, len(output.tokens))
-            else:
-                del self._live[output.id]
-                self._forget(output.id)
+    def _text(self, id: str, length: int, row: int) -> int:
+        """The recorded token after `length` committed tokens and `row` drafts."""
+        response = self._responses[id]
+        place = length - len(response.prompt) + row
+        return response.tokens[place] if place < len(response.tokens) else self.replay.differs
 
     def _forget(self, id: str) -> None:
-        self.scheduler.remove(id)
-        self.acceptance.forget(id)
-        self.backoff.forget(id)
-        if self.lookup is not None:
-            self.lookup.forget(id)
+        super()._forget(id)
+        del self._responses[id]
 
-    def _record(
-        self,
-        plan: StepPlan,
-        counts: Counter[str],
-        outputs: Sequence[Output],
-        *,
-        lengths: Sequence[int],
-        prompts: Sequence[tuple[int, int]],
-    ) -> StepRecord:
-        """What the step was; `lengths`: committed tokens of the requests that decode."""
-        rows, prefill = len(outputs) + counts["admitted"], sum(count for _, count in prompts)
-        draft = self.machine.draft_seconds(counts["drafting"], max(counts["depth"], 1))
-        context = sum(lengths) / len(lengths) if lengths else 0.0
-        verify_N = self.machine.verify_seconds(np.array([rows]), max(len(lengths), 1), context, prompts=prompts)
-        other_N = self.machine.other_seconds(len(plan.work), np.array([counts["admitted"]]))
-        verify, other = float(verify_N[0]), float(other_N[0])
-        return StepRecord(
-            seconds=draft + verify + other,
-            draft_seconds=draft,
-            verify_seconds=verify,
-            other_seconds=other,
-            requests=len(outputs),
-            drafting=counts["drafting"],
-            tokens=prefill + rows,
-            prefill_tokens=prefill,
-            proposed=counts["proposed"],
-            admitted=counts["admitted"],
-            accepted=counts["accepted"],
-            committed=sum(len(output.tokens) for output in outputs),
-            preempted=len(plan.preempted),
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            used_blocks=self.scheduler.allocator.used,
-        )
+
+def _no_distribution(row: int) -> Tensor:
+    raise AssertionError("a recorded text is picked, not drawn")
 
 
 def _without_free_seed(params: SamplingParams) -> SamplingParams:
