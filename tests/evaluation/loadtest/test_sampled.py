@@ -176,8 +176,8 @@ def test_coupled_traffic_is_replayed_step_by_step(
     traces = Traces.load(tmp_path / "traces.npz")
     assert [(r.prompt, r.params) for r in traces.responses] == [(tuple(ask.prompt), ask.params) for ask in asks]
     config = EngineConfig(max_requests=4, token_budget=24, block_size=4, num_blocks=40)
-    real, texts = steps(Engine(target, drafter, policy, None, config), asks)
-    simulated, replayed = steps(SimulatedEngine(traces, LINEAR, policy, None, config), asks)
+    real, texts = steps(Engine(target, drafter, policy, config), asks)
+    simulated, replayed = steps(SimulatedEngine(traces, LINEAR, policy, config), asks)
     assert texts == replayed
     assert [[getattr(one, n) for n in COUNTED] for one in simulated] == [
         [getattr(one, n) for n in COUNTED] for one in real
@@ -202,9 +202,9 @@ def test_sampled_traffic_is_replayed_in_distribution(
         return found
 
     alone = EngineConfig(max_requests=1, token_budget=64, block_size=4, num_blocks=40)
-    real = rounds(lambda asks: Engine(target, drafter, FixedPolicy(3), None, alone), range(5))
+    real = rounds(lambda asks: Engine(target, drafter, FixedPolicy(3), alone), range(5))
     simulated = rounds(
-        lambda asks: SimulatedEngine(record(target, drafter, asks, RULES, {}), LINEAR, FixedPolicy(3), None, alone),
+        lambda asks: SimulatedEngine(record(target, drafter, asks, RULES, {}), LINEAR, FixedPolicy(3), alone),
         range(100, 105),
     )
     means, errors = [], []
