@@ -147,7 +147,7 @@ def decoding(target: Target, size: str) -> dict[str, float]:
     module = new_drafter(recipe, target).to(target.device)
     context = min(_CONTEXT, target.max_context // 4)
     for drafted in (False, True):
-        drafter = module.make_drafter(DrafterWeights(module), target, UNCALIBRATED) if drafted else None
+        drafter = DrafterWeights(module).serve(target, UNCALIBRATED) if drafted else None
         for users, captures in [(1, False), *((count, True) for count in USERS)]:
             if target.graphs is not None:
                 target.graphs.captures = captures

@@ -20,7 +20,7 @@ from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.verification import verify
 from outrider.drafters.base import DrafterWeights, draft_slots
-from outrider.drafters.dflash import BlockDrafter, DFlash
+from outrider.drafters.dflash import DFlash, DFlashDrafter
 from outrider.drafters.draft import TreeSize
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.loss import ObjectiveConfig
@@ -60,10 +60,10 @@ def easy_target() -> Target:
     return Target(found.model, None, "toy")
 
 
-def served(target: Target, draft_vocab: int = 4) -> BlockDrafter:
+def served(target: Target, draft_vocab: int = 4) -> DFlashDrafter:
     """A drafter of the tokens that such a target finds likely."""
     ids = torch.arange(draft_vocab) if draft_vocab < 97 else None
-    return BlockDrafter(DrafterWeights(make(draft_vocab=draft_vocab), ids), target)
+    return DFlashDrafter(DrafterWeights(make(draft_vocab=draft_vocab), ids), target)
 
 
 def test_blocks_are_z_labs_causal_ones_and_a_shorter_block_begins_alike(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_blocks_are_z_labs_causal_ones_and_a_shorter_block_begins_alike(tmp_path
     assert json.loads((tmp_path / "config.json").read_text())["dflash_config"]["causal_head"] is True
     found, model = load_checkpoint(tmp_path), reference(tmp_path)
     assert found.config == module.config and found.weights.algorithm == "jetspec"
-    drafter = BlockDrafter(found.weights, target)
+    drafter = DFlashDrafter(found.weights, target)
     session = drafter.new_session(16)
     drafter.extend([session], [[0] * 9], aux_of(9))
     hidden_KH = drafter.block_hidden([session], [11])[0]
@@ -119,7 +119,7 @@ def test_a_tree_has_the_likeliest_paths_of_all(kind: type[DFlash], size: TreeSiz
     """Against every path there is; two requests together, one of them with limits."""
     target = toy_target()
     ids = torch.arange(20, 25)
-    inner = BlockDrafter(DrafterWeights(make(kind, draft_vocab=5), ids), target)
+    inner = DFlashDrafter(DrafterWeights(make(kind, draft_vocab=5), ids), target)
     drafter = inner.with_trees(size)
     assert drafter.trees and draft_slots(drafter) == size.nodes and drafter.gamma == (size.depth or 3)
     sessions = [drafter.new_session(16) for _ in range(2)]
@@ -165,7 +165,7 @@ def test_sampling_through_a_tree_is_the_targets_own_distribution() -> None:
     """One real round with its acceptance enumerated: the first token has p_t."""
     target = easy_target()
     params, rules = SamplingParams(temperature=0.8, top_p=0.95), StopRules(20 - len(TEXT))
-    drafter = BlockDrafter(DrafterWeights(make()), target).with_trees(TreeSize(12))
+    drafter = DFlashDrafter(DrafterWeights(make()), target).with_trees(TreeSize(12))
     request = Request("", TEXT, params, rules)
     engine = Engine(target, drafter, config=config_alone(target, request, draft_slots(drafter)))
     with torch.inference_mode():
@@ -182,13 +182,13 @@ def test_sampling_through_a_tree_is_the_targets_own_distribution() -> None:
 
 
 def test_trees_that_no_block_has_are_refused() -> None:
-    drafter = BlockDrafter(DrafterWeights(make()), toy_target())
+    drafter = DFlashDrafter(DrafterWeights(make()), toy_target())
     with pytest.raises(ValueError, match="tree 9,depth=4: a block has 3 drafts one after another"):
         drafter.with_trees(TreeSize(9, depth=4))
     with pytest.raises(ValueError, match="with depth 2 and top_k 2 there are 6 nodes at most"):
         drafter.with_trees(TreeSize(7, depth=2, top_k=2))
     dspark = DSpark(toy_config())
     with pytest.raises(ValueError, match="tree 9: this drafter drafts chains only"):
-        BlockDrafter(DrafterWeights(dspark), toy_target()).with_trees(TreeSize(9))
+        DrafterWeights(dspark).serve(toy_target()).with_trees(TreeSize(9))
     with pytest.raises(ValueError, match="is_causal must be true"):
         JetSpecConfig(**{**vars(toy_config(dspark=False)), "is_causal": False})

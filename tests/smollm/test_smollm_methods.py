@@ -59,7 +59,7 @@ def test_trained_served_and_lossless(path: Path, smollm: Target, answers: list[A
 
     decoded = list(zip(answers, trained.decoded, strict=True))
     accepted = {"chain": trained.accepted}
-    if method.module.drafts_trees:
+    if method.module.drafts_trees():
         served = load_checkpoint(directory).serve(smollm)
         for nodes, one in zip(NODES, answers, strict=False):  # large trees take the longest to verify
             found = generate(smollm, one.prompt, served.with_trees(TreeSize(nodes)), rules=StopRules(TOKENS))

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.checkpoints.dialects.own import Own
+from outrider.checkpoints.registry import Export, Method
 from outrider.drafters.base import (
     BlockInputs,
     DraftCalibration,
@@ -31,7 +33,7 @@ from outrider.drafters.chain import sample_chain
 from outrider.drafters.config import Count, DrafterConfig, DraftVocabulary, NotInRecipe, draft_vocabulary
 from outrider.drafters.draft import Draft
 from outrider.drafters.heads import VanillaMarkov
-from outrider.target.model import Target
+from outrider.target.model import DecodingTarget, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,6 @@ class BigramConfig(DrafterConfig):
 class Bigram(DraftModule):
     """The trainable module."""
 
-    reads_final_layer: ClassVar[bool] = True
     aux_weight: ClassVar[str | None] = "read.weight"
     config: BigramConfig
 
@@ -79,6 +80,9 @@ class Bigram(DraftModule):
         read_NH = F.silu(self.read(torch.cat((aux_NH / self.aux_scale_L, anchor_NH), dim=-1)))
         return self.norm(self.write(read_NH).unflatten(-1, (self.config.gamma, -1)) + anchor_NH[:, None])
 
+    def check_target(self, target: DecodingTarget) -> None:
+        check_fits(self.config, target, final=True)  # it reads the target's last hidden state
+
     def rows(self, inputs: BlockInputs) -> DraftRows:
         aux_NH = inputs.layout.before_anchors(inputs.aux_SLD[:, 0])
         hidden_NKH = self.hidden(aux_NH, inputs.embed(inputs.previous_NK[:, 0]))
@@ -86,15 +90,15 @@ class Bigram(DraftModule):
         return DraftRows(hidden_NKH, latent_NKr, self.bigram.markov_w2.weight)
 
     @staticmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> BigramDrafter:
-        return BigramDrafter(weights, target, calibration)
+    def drafter() -> type[Drafter]:
+        return BigramDrafter
 
 
 @dataclass
 class BigramSession:
-    """The state before the anchor of one request."""
+    """The target's states at the committed tokens of one request."""
 
-    aux_H: Tensor
+    aux_TH: Tensor
 
 
 class BigramDrafter(Drafter):
@@ -102,7 +106,7 @@ class BigramDrafter(Drafter):
 
     def __init__(self, weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> None:
         config = weights.config
-        check_fits(config, target, weights.module.reads_final_layer)
+        weights.module.check_target(target)
         calibration.check(config.gamma)
         weights.check()
         self.aux_layers, self.gamma = config.target_layer_ids, config.gamma
@@ -112,17 +116,27 @@ class BigramDrafter(Drafter):
         self.heads = weights.chain_heads(target, calibration, self.module.bigram)
 
     def new_session(self, capacity: int) -> BigramSession:
-        return BigramSession(torch.zeros(self.embed_VH.shape[1]))
+        return BigramSession(torch.zeros(0, self.embed_VH.shape[1]))
 
     def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         assert aux_TLD is not None
         parts = aux_TLD[:, 0].float().split([len(part) for part in tokens])
         for session, part in zip(sessions, parts, strict=True):
-            session.aux_H = part[-1]
+            session.aux_TH = torch.cat((session.aux_TH, part))
+
+    def session_at(self, session: Any, length: int) -> BigramSession:
+        return BigramSession(session.aux_TH[:length])  # `outrider calibrate` drafts after every token of a text
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         anchors = torch.tensor([call.anchor for call in calls])
         anchor_RH = F.embedding(anchors, self.embed_VH).float() * self.embed_scale
-        hidden_RKH = self.module.hidden(torch.stack([call.session.aux_H for call in calls]), anchor_RH)
+        hidden_RKH = self.module.hidden(torch.stack([call.session.aux_TH[-1] for call in calls]), anchor_RH)
         longest = max(call.limit or self.gamma for call in calls)
         return sample_chain(self.head, hidden_RKH[:, :longest], calls, self.heads, min_confidence)
+
+
+METHOD = Method(
+    BigramConfig,
+    Bigram,
+    exports={"vllm": Export(Own(BigramConfig, Bigram), name="bigram")},  # for a vLLM that has learnt the method
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -76,6 +77,11 @@ class Oracle(Drafter):
             assert list(part) == self.text[session.length : session.length + len(part)], "tokens and features differ"
             session.length += len(part)
             assert session.length <= session.capacity
+
+    def session_at(self, session: _State, length: int) -> _State:
+        earlier = copy.copy(session)
+        earlier.length = length
+        return earlier
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         return [self._propose(call) for call in calls]

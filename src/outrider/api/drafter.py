@@ -222,7 +222,7 @@ class DrafterChoice:
 def _branched(module: DraftModule, served: Any, size: TreeSize) -> Drafter:
     from outrider.checkpoints.registry import tree_methods
 
-    if not module.drafts_trees:
+    if not module.drafts_trees():
         raise ValueError(f"--tree {size}: {module.algorithm} drafts chains; trees are for {', '.join(tree_methods())}.")
     drafter: Drafter = served.with_trees(size)
     return drafter

@@ -186,7 +186,7 @@ def method_of(name: str) -> Method:
 
 def tree_methods() -> list[str]:
     """Names of the methods whose drafts can branch."""
-    return [method.name for method in methods() if method.module.drafts_trees]
+    return [method.name for method in methods() if method.module.drafts_trees()]
 
 
 class UnknownDialect(ValueError):

@@ -103,7 +103,6 @@ def _examine_server(config: DoctorConfig) -> list[Any]:
     from outrider.checkpoints.checkpoint import load_checkpoint
     from outrider.doctor.evidence import as_json, print_findings, print_summary
     from outrider.doctor.servers import Question, ServerClient, examine_server, print_causes, server_json
-    from outrider.drafters.base import check_fits
     from outrider.evaluation.loadtest.load import mixed_prompts
     from outrider.target.model import load_target
 
@@ -117,7 +116,7 @@ def _examine_server(config: DoctorConfig) -> list[Any]:
         raise ValueError(f"{config.target} has no tokenizer: a server is asked in text.")
     found = [load_checkpoint(path, loaded.device, loaded.num_layers).weights for path in (config.drafter, *config.also)]
     for weights in found:
-        check_fits(weights.config, loaded, weights.module.reads_final_layer)
+        weights.module.check_target(loaded)
     own, *others = [weights.for_target(loaded) for weights in found]
     prompts = mixed_prompts(loaded.tokenizer, config.tasks, config.questions, seed=0, thinking=config.thinking)
     asked = [Question(prompt.name.partition("/")[0], prompt.tokens, prompt.chat) for prompt in prompts]

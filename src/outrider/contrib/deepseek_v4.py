@@ -55,15 +55,17 @@ from outrider.drafters.base import (
     UNCALIBRATED,
     BlockInputs,
     DraftCalibration,
+    Drafter,
     DrafterWeights,
     Head,
+    check_fits,
 )
 from outrider.drafters.config import Count, MaskToken, NotInRecipe
-from outrider.drafters.dflash import BlockDrafter
+from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark, DSparkConfig, DSparkRows
 from outrider.drafters.layers import BlockLayout, layer_shapes
 from outrider.target.linear import Packable
-from outrider.target.model import Target
+from outrider.target.model import DecodingTarget, Target
 from outrider.utils.files import check_finite
 from outrider.utils.measure import dtype_name, on_device
 
@@ -511,10 +513,6 @@ class DraftLayer(nn.Module):
 class DSparkV4(DSpark):
     """DSpark over these layers, whose weights begin random; fc picks the target's last aux layer."""
 
-    reads_final_layer = True
-    starts_from_target = False
-    block_variants = False
-    counts_rows = True
     config: DSparkV4Config
 
     def __init__(self, config: DSparkV4Config) -> None:
@@ -568,9 +566,18 @@ class DSparkV4(DSpark):
             layer.ffn.experts.to(dtype)
         return copy
 
+    def check_target(self, target: DecodingTarget) -> None:
+        check_fits(self.config, target, final=True)
+
+    def block_backbone(self) -> DFlash | None:
+        return None
+
+    def starts_from_target(self) -> bool:
+        return False
+
     @staticmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> BlockDrafter:
-        return DSparkV4Drafter(weights, target, calibration)
+    def drafter() -> type[Drafter]:
+        return DSparkV4Drafter
 
     @torch.no_grad()
     def initialize_from(self, target: Target, documents: Sequence[Sequence[int]]) -> None:

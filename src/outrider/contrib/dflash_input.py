@@ -27,7 +27,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.checkpoints.registry import Method
-from outrider.drafters.base import BlockInputs, DraftCalibration, DrafterWeights, DraftRows
+from outrider.drafters.base import BlockInputs, Drafter, DraftRows
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig
 from outrider.drafters.layers import (
     EVERYTHING,
@@ -97,8 +97,6 @@ class RowsOfBlocks(NamedTuple):
 class DFlashInput(DFlash):
     """The backbone with context rows. Fresh draft layers are the target's last ones; W begins as e + feature."""
 
-    layers_run_once = False  # for the context, then for the blocks
-    drafts_trees = False  # an ablation of chains
     config: DFlashInputConfig
 
     def __init__(self, config: DFlashInputConfig) -> None:
@@ -137,9 +135,12 @@ class DFlashInput(DFlash):
             H = self.config.hidden_size
             self.context_in.weight.copy_(torch.eye(H).repeat(1, 2))
 
+    def separable_layers(self) -> list[nn.Module]:
+        return []  # each runs for the context, then for the blocks
+
     @staticmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> BlockDrafter:
-        return DFlashInputDrafter(weights, target, calibration)
+    def drafter() -> type[Drafter]:
+        return DFlashInputDrafter
 
 
 class DFlashInputDrafter(BlockDrafter):

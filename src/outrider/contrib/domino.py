@@ -31,7 +31,7 @@ from outrider.checkpoints.dialects.base import MOST_DRAFTS, ExportedCheckpoint, 
 from outrider.checkpoints.dialects.blocks import BlockFields, check_plain_logits, read_vocabulary
 from outrider.checkpoints.dialects.zlab import ZLab, embedding_scale, read_block, written_block
 from outrider.checkpoints.registry import Export, Method
-from outrider.drafters.base import BlockInputs, DraftCalibration, DrafterWeights, DraftRows
+from outrider.drafters.base import BlockInputs, DraftCalibration, Drafter, DrafterWeights, DraftRows
 from outrider.drafters.config import Count
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig
 from outrider.target.model import Target
@@ -73,7 +73,6 @@ class DominoConfig(DFlashConfig):
 class Domino(DFlash):
     """The backbone with its recurrent head."""
 
-    drafts_trees: ClassVar[bool] = False
     config: DominoConfig
 
     def __init__(self, config: DominoConfig) -> None:
@@ -109,8 +108,8 @@ class Domino(DFlash):
         return DraftRows(hidden_NKH, self.unroll(inputs.embed(inputs.previous_NK), hidden_NKH), self.correction)
 
     @staticmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> BlockDrafter:
-        return DominoDrafter(weights, target, calibration)
+    def drafter() -> type[Drafter]:
+        return DominoDrafter
 
 
 class PrefixState(NamedTuple):

@@ -38,7 +38,14 @@ from outrider.checkpoints.dialects.base import ExportedCheckpoint, Fields, Sourc
 from outrider.checkpoints.dialects.blocks import BlockFields, read_vocabulary
 from outrider.checkpoints.dialects.zlab import ZLab, embedding_scale, read_block
 from outrider.checkpoints.registry import Export, Method
-from outrider.drafters.base import BlockInputs, DraftCalibration, DraftCall, DrafterWeights, DraftRows, longest_draft
+from outrider.drafters.base import (
+    BlockInputs,
+    DraftCall,
+    Drafter,
+    DrafterWeights,
+    DraftRows,
+    longest_draft,
+)
 from outrider.drafters.chain import Rows, sample_rows
 from outrider.drafters.config import Count
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig, DraftLayer
@@ -48,7 +55,6 @@ from outrider.drafters.fused_loss import DraftLogits, HeadProducts, Supervision,
 from outrider.drafters.layers import DraftSession
 from outrider.drafters.loss import DraftLoss, ObjectiveConfig
 from outrider.target.linear import Packable
-from outrider.target.model import Target
 from outrider.utils.documents import Section
 
 FEATURES = 5  # of f_ki
@@ -426,7 +432,6 @@ def lattice_loss(
 class LiLiCorr(DFlash):
     """The backbone, with or without convolutions, and the head."""
 
-    drafts_trees: ClassVar[bool] = False
     config: LiLiCorrConfig
 
     def __init__(self, config: LiLiCorrConfig) -> None:
@@ -448,8 +453,8 @@ class LiLiCorr(DFlash):
         return LatticeTrainingRows(hidden_NKH, lattice=lattice, count=self.config.lilicorr_candidate_topk)
 
     @staticmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> LiLiCorrDrafter:
-        return LiLiCorrDrafter(weights, target, calibration)
+    def drafter() -> type[Drafter]:
+        return LiLiCorrDrafter
 
 
 class LiLiCorrDrafter(BlockDrafter):

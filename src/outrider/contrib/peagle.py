@@ -29,7 +29,13 @@ from torch import Tensor, nn
 
 from outrider.checkpoints.registry import Method
 from outrider.drafters import layers
-from outrider.drafters.base import BlockInputs, DraftCalibration, DraftCall, DrafterWeights, DraftRows, longest_draft
+from outrider.drafters.base import (
+    BlockInputs,
+    DraftCall,
+    Drafter,
+    DraftRows,
+    longest_draft,
+)
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.config import MaskToken, NotInRecipe, check_mask_token, mask_token_id
 from outrider.drafters.draft import Draft
@@ -88,7 +94,6 @@ class RowKeys(ChainKeys):
 class PEagle(Eagle3):
     """The drafter to train; see PEagleDrafter for how it serves."""
 
-    drafts_trees: ClassVar[bool] = False
     pattern = AttentionPattern(causal=True)
     config: PEagleConfig
 
@@ -130,8 +135,8 @@ class PEagle(Eagle3):
         return DraftRows(self.step(self.states(first_NH, K), embedded_NKH, rope, source=source)[0])
 
     @staticmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> PEagleDrafter:
-        return PEagleDrafter(weights, target, calibration)
+    def drafter() -> type[Drafter]:
+        return PEagleDrafter
 
 
 # ----------------------------------------------------------------------------
@@ -146,6 +151,7 @@ class PEagle(Eagle3):
 class PEagleDrafter(Eagle3Drafter):
     """Serves one P-EAGLE drafter for one target."""
 
+    with_trees = Drafter.with_trees  # its rows do not read each other's tokens: chains only
     module: PEagle
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from itertools import pairwise, takewhile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ from outrider.doctor.probe import (
     other_orders,
     target_rope,
 )
-from outrider.drafters.base import DraftModule, check_fits
-from outrider.drafters.dflash import DFlash
+from outrider.drafters.base import DraftModule
 from outrider.target.model import Target
 from outrider.training.features import Features
 from outrider.utils.files import read_weights
@@ -91,8 +90,9 @@ class Inputs:
     @property
     def block_config(self) -> Any:
         """The config of a block drafter, for checks of blocks, mask tokens and positions."""
-        assert self.drafter.block_variants
-        return cast(DFlash, self.drafter).config
+        backbone = self.drafter.block_backbone()
+        assert backbone is not None
+        return backbone.config
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -155,7 +155,8 @@ class Inputs:
         if need == "working":
             return self._unusable
         if need == "block":
-            return None if self.drafter.block_variants else f"nothing to check in {self.drafter.algorithm} drafters"
+            blocks = self.drafter.block_backbone() is not None
+            return None if blocks else f"nothing to check in {self.drafter.algorithm} drafters"
         no_data = "no data was given (--data), or it could not be read"
         tokenizer = None if self.loaded_target is None else self.loaded_target.tokenizer
         options: dict[str, tuple[object, str]] = {
@@ -172,7 +173,7 @@ class Inputs:
     @cached_property
     def _unusable(self) -> str | None:
         try:
-            check_fits(self.drafter.config, self.target, self.drafter.reads_final_layer)
+            self.drafter.check_target(self.target)
         except ValueError:
             return "the drafter does not fit the target"
         if not getattr(self.drafter.config, "plain_logits", True):
@@ -239,7 +240,7 @@ def fits_target(inputs: Inputs) -> SimpleNamespace:
     """Whether the drafter was made for a target of these shapes and this name."""
     config, error = inputs.drafter.config, ""
     try:
-        check_fits(config, inputs.target, inputs.drafter.reads_final_layer)
+        inputs.drafter.check_target(inputs.target)
     except ValueError as refused:
         error = str(refused)
     trained_on, name = inputs.checkpoint.metadata.get("target"), inputs.target.name

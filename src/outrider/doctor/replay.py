@@ -215,7 +215,8 @@ def faults(probe: Probe, others: Mapping[str, DrafterWeights], slots: int) -> li
         others: further checkpoints that the server may have loaded, by name.
         slots: drafts of a round there.
     """
-    blocks = _of_blocks(probe, slots) if probe.drafter.block_variants else []
+    backbone = probe.drafter.block_backbone()
+    blocks = [] if backbone is None else _of_blocks(probe, backbone, slots)
     table = [*_of_features(probe), *_of_vocabulary(probe), *blocks, *_of_weights(probe, others)]
     return [fault for fault in table if fault.variants]
 
@@ -281,8 +282,8 @@ def _of_vocabulary(probe: Probe) -> list[Fault]:
     ]
 
 
-def _of_blocks(probe: Probe, slots: int) -> list[Fault]:
-    drafter, target = cast(DFlash, probe.drafter), probe.target
+def _of_blocks(probe: Probe, drafter: DFlash, slots: int) -> list[Fault]:
+    target = probe.target
     config, longest = drafter.config, max(len(sample.tokens) for sample in probe.samples)
     flipped, causal = not config.sample_from_anchor, not config.is_causal
     layout = {"sample_from_anchor": flipped, "block_size": slots if flipped else slots + 1}
@@ -539,10 +540,8 @@ class Replay:
         self.texts = list(texts)
         config = weights.config
         self.slots = max((text.counts.slots or 0 for text in texts), default=0) or config.gamma
-        if weights.module.drafts_blocks and self.slots < config.gamma:  # a shorter draft is a block of fewer rows
-            module = copy.copy(weights.module)
-            module.config = replace(config, block_size=config.block_size - config.gamma + self.slots)
-            weights = replace(weights, module=module)
+        if self.slots < config.gamma:
+            weights = replace(weights, module=weights.module.of_length(self.slots))
         self.probe = Probe(target, weights, [text.sample for text in texts])
         self._target_log_p: dict[int, Floats] = {}
 

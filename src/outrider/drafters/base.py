@@ -7,17 +7,18 @@ Shapes: K block positions, L aux layers, V target vocab.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.drafters.config import DrafterConfig
 from outrider.drafters.draft import Draft, TreeSize
@@ -38,9 +39,11 @@ from outrider.target.model import DecodingTarget, Target
 from outrider.utils.measure import on_device
 
 if TYPE_CHECKING:
+    from outrider.drafters.dflash import DFlash
     from outrider.drafters.ngram import Library, NgramConfig
 
 Calibratable: TypeAlias = Literal["confidences", "candidates"] | None
+Level = Callable[[int, Tensor], Tensor]  # (k, tokens of paths [R, P, k + 1], anchor first) -> logits [R, P or 1, Vd]
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,6 @@ class Drafter(ABC):
         nodes: most draft tokens of one tree, all branches together; None where drafts do not branch.
         config: what the cost of a draft follows from, a dataclass; None: nothing but the drafter's class.
         heads: what its chains are sampled with; None where it samples none.
-        calibratable: what `outrider calibrate` measures of it: its confidences, or the accuracy of its candidates.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -109,7 +111,6 @@ class Drafter(ABC):
     nodes: int | None = None
     config: Any = None
     heads: ChainHeads | None = None
-    calibratable: Calibratable = None
 
     @property
     def trees(self) -> bool:
@@ -157,6 +158,34 @@ class Drafter(ABC):
 
     def end(self, session: Any) -> None:  # noqa: B027
         """Free what a session holds; it is not used again. A session that holds tensors of its own needs nothing."""
+
+    def session_at(self, session: Any, length: int) -> Any:
+        """The session as it was at its first `length` committed tokens.
+
+        A drafter that defines it can have its confidences calibrated: drafts after every token of a text. Sessions of
+        one request are used from the longest to the shortest, and may share memory.
+        """
+        raise NotImplementedError
+
+    def levels(self, calls: Sequence[DraftCall], depth: int) -> Level:
+        """Draft logits of all paths of a tree of that depth, level by level; temperatures and penalties left out.
+
+        A drafter that defines it can have the accuracy of its candidates measured.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def calibrates(cls) -> Calibratable:
+        """What `outrider calibrate` measures of it: its confidences, the accuracy of its candidates, or nothing."""
+        if cls.levels is not Drafter.levels:
+            return "candidates"
+        return "confidences" if cls.session_at is not Drafter.session_at else None
+
+    def with_heads(self, heads: ChainHeads) -> Drafter:
+        """The same drafter, its chains sampled with other heads."""
+        other = copy.copy(self)
+        other.heads = heads
+        return other
 
     def with_trees(self, size: TreeSize) -> Drafter:
         """The same drafter, drafting trees of that size.
@@ -339,7 +368,9 @@ class DrafterWeights:
         Raises:
             ValueError: made for another target, or the draft ids or the calibration do not fit the config.
         """
-        return self.module.make_drafter(self.for_target(target), target, calibration)
+        made: Any = self.module.drafter()
+        drafter: Drafter = made(self.for_target(target), target, calibration)
+        return drafter
 
     def for_target(self, target: Target) -> DrafterWeights:
         """Without what is only a copy of the target's own tensors.
@@ -569,30 +600,11 @@ class DraftModule(Packable, ABC):
     is then None.
 
     Attributes:
-        reads_final_layer: whether the target's last hidden state (after its final norm) may be one of the aux hidden
-            states.
-        starts_from_target: whether `initialize_from` copies weights of the target.
-        drafts_trees: whether the drafter that serves it can be asked `with_trees` (it drafts chains itself).
-        drafts_blocks: whether it drafts blocks of mask tokens, as DFlash does.
-        block_variants: whether its layers and fields are DFlash's, whose faults `outrider doctor` looks for.
-        layers_run_once: whether a training forward runs each of `layers` once, as sharding and compiling them one by
-            one ask.
-        counts_rows: whether a training forward counts its rows, as routers of experts do: batches are then not padded,
-            and layers not compiled.
-        calibratable: as `Drafter.calibratable`.
         aux_weight: name of the weight [out, L * D (+ more)] whose first columns read the flattened aux hidden states /
             aux_scale.
         aux_scale_L: ones unless training set it.
     """
 
-    reads_final_layer: ClassVar[bool] = False
-    starts_from_target: ClassVar[bool] = False
-    drafts_trees: ClassVar[bool] = False
-    drafts_blocks: ClassVar[bool] = False
-    block_variants: ClassVar[bool] = False
-    layers_run_once: ClassVar[bool] = True
-    counts_rows: ClassVar[bool] = False
-    calibratable: ClassVar[Calibratable] = None
     aux_weight: str | None = None
     config: Any
     aux_scale_L: Tensor
@@ -608,12 +620,33 @@ class DraftModule(Packable, ABC):
 
     @staticmethod
     @abstractmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> Drafter:
-        """The drafter that serves weights with a module of this class; callers use `DrafterWeights.serve`.
+    def drafter() -> type[Drafter]:
+        """The class of the drafter that serves this module, made as `drafter(weights, target, calibration)`.
+
+        What the method can do when served follows from what that class defines: trees (`with_trees`), calibration
+        (`calibrates`).
+        """
+
+    @classmethod
+    def drafts_trees(cls) -> bool:
+        """Whether the drafter that serves it can be asked for trees."""
+        return cls.drafter().with_trees is not Drafter.with_trees
+
+    def check_target(self, target: DecodingTarget) -> None:
+        """It was made for this target; a module that reads the last hidden state, after the final norm, overrides this.
 
         Raises:
-            ValueError: made for another target, or the draft ids or the calibration do not fit the config.
+            ValueError: hidden size, vocabulary, depth or aux hidden states differ (the message says which).
         """
+        check_fits(self.config, target)
+
+    def of_length(self: M, gamma: int) -> M:
+        """The module with the same weights, drafting blocks of `gamma` tokens; itself if it drafts one by one."""
+        return self
+
+    def block_backbone(self) -> DFlash | None:
+        """Itself, if its layers and fields are DFlash's, whose faults in servers `outrider doctor` looks for."""
+        return None
 
     def initialize_from(self, target: Target, documents: Sequence[Sequence[int]]) -> None:
         """Set fresh weights from the target's, in place, given a few token sequences.
@@ -623,8 +656,23 @@ class DraftModule(Packable, ABC):
         Called only for targets with Llama-shaped layers (`target.family.fused`).
         """
 
+    def starts_from_target(self) -> bool:
+        """Whether `initialize_from` copies weights of the target, whose licence then holds for the drafter, too."""
+        return type(self).initialize_from is not DraftModule.initialize_from
+
+    def separable_layers(self) -> list[nn.Module]:
+        """Layers that a training forward runs once each: they can be compiled and sharded one by one."""
+        return list(getattr(self, "layers", ()))
+
     def after_step(self, summed: Callable[[Tensor], Tensor]) -> None:
-        """Called after each optimizer step of a training, on every rank; `summed` adds up a tensor over ranks."""
+        """Called after each optimizer step of a training, on every rank; `summed` adds up a tensor over ranks.
+
+        A module that defines it may count the rows of a forward: batches are then not padded, layers not compiled.
+        """
+
+    def counts_rows(self) -> bool:
+        """Whether a training forward counts its rows, as routers of experts do for `after_step`."""
+        return type(self).after_step is not DraftModule.after_step
 
     @property
     def algorithm(self) -> str:
@@ -650,17 +698,17 @@ class DraftModule(Packable, ABC):
     def folded(self: M, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None) -> M:
         """A copy without gradients that takes raw aux hidden states; training may go on with the module."""
         with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
-            copy = type(self)(self.config).eval().requires_grad_(False)
+            folded = type(self)(self.config).eval().requires_grad_(False)
         state = {name: tensor.to(device, dtype, copy=True) for name, tensor in self.folded_state_dict().items()}
-        copy.load_state_dict(state, assign=True)
-        copy.aux_scale_L = torch.ones(self.aux_scale_L.shape, device=device or self.aux_scale_L.device)
-        return copy
+        folded.load_state_dict(state, assign=True)
+        folded.aux_scale_L = torch.ones(self.aux_scale_L.shape, device=device or self.aux_scale_L.device)
+        return folded
 
     def packed(self: M, device: torch.device, dtype: torch.dtype) -> M:
         """A copy to serve from: `folded` in float32, its linears packed in `dtype`."""
-        copy = self.folded(torch.float32, device)
-        pack(copy, dtype)
-        return copy
+        served = self.folded(torch.float32, device)
+        pack(served, dtype)
+        return served
 
     def chain_heads(self) -> tuple[VanillaMarkov | None, ConfidenceHead | None]:
         """The sequential head and the confidence head, which sampling reads beside hidden states; None: has none."""
@@ -686,7 +734,7 @@ class ModuleDrafter(Drafter, Generic[M]):
 
     def __init__(self, weights: DrafterWeights, target: Target, calibration: DraftCalibration = UNCALIBRATED) -> None:
         config, self.device = weights.config, target.device
-        check_fits(config, target, weights.module.reads_final_layer)
+        weights.module.check_target(target)
         calibration.check(config.gamma)
         weights.check()
         self.config, self.module = config, cast(M, weights.module.packed(target.device, serving_dtype(target)))
@@ -695,7 +743,6 @@ class ModuleDrafter(Drafter, Generic[M]):
         self.head: Head = weights.head(target)
         sequential, confidence = self.module.chain_heads()
         self.heads: ChainHeads = weights.chain_heads(target, calibration, sequential, confidence=confidence)
-        self.calibratable = weights.module.calibratable
 
     @cached_property
     def rope(self) -> RopeTables:

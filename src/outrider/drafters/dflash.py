@@ -69,6 +69,7 @@ from outrider.utils.measure import on_device
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as transformers names them
 LayerType = Literal["full_attention", "sliding_attention"]
 Block = TypeVar("Block", bound="DFlashConfig")
+Module = TypeVar("Module", bound="DFlash")
 
 
 def default_aux_layers(num_target_layers: int, count: int) -> list[int]:
@@ -316,12 +317,7 @@ class DFlash(DraftModule):
     the target's own makes untrained hidden states overconfident, and the first losses explode.
     """
 
-    starts_from_target: ClassVar[bool] = True
     aux_weight: str | None = "fc.weight"
-    drafts_blocks = True
-    block_variants: ClassVar[bool] = True
-    drafts_trees: ClassVar[bool] = True
-    calibratable = "confidences"
     config: DFlashConfig
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -387,8 +383,17 @@ class DFlash(DraftModule):
         return DraftRows(self(inputs.aux_SLD, embedded_NKH, inputs.layout))
 
     @staticmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> BlockDrafter:
-        return BlockDrafter(weights, target, calibration)
+    def drafter() -> type[Drafter]:
+        return DFlashDrafter
+
+    def of_length(self: Module, gamma: int) -> Module:
+        """The same weights with blocks of `gamma` drafts; fewer than its own."""
+        other = copy.copy(self)  # modules and parameters are shared
+        other.config = replace(self.config, block_size=self.config.block_size - self.config.gamma + gamma)
+        return other
+
+    def block_backbone(self) -> DFlash | None:
+        return self
 
     @torch.no_grad()
     def initialize_from(self, target: Target, documents: Sequence[Sequence[int]]) -> None:
@@ -430,12 +435,10 @@ class BlockDrafter(ModuleDrafter[DFlash]):
 
     def of_length(self, gamma: int) -> BlockDrafter:
         """The same weights with blocks of `gamma` drafts, sessions in common; fewer than its own."""
-        rows = self.config.block_size - self.config.gamma + gamma
-        found = copy.copy(self)
-        found.module = copy.copy(self.module)  # modules and parameters are shared
-        found.module.config = found.config = replace(self.config, block_size=rows)
-        found.gamma = gamma
-        return found
+        other = copy.copy(self)
+        other.module = self.module.of_length(gamma)
+        other.config, other.gamma = other.module.config, gamma
+        return other
 
     def new_session(self, capacity: int) -> DraftSession:
         """Empty draft KV caches for one request of at most `capacity` committed tokens, or a layer's window of them."""
@@ -485,21 +488,11 @@ class BlockDrafter(ModuleDrafter[DFlash]):
             min_confidence=min_confidence,
         )
 
-    def with_trees(self, size: TreeSize) -> Drafter:
-        """The same drafter with trees of its likeliest paths.
-
-        Raises:
-            ValueError: its drafts depend on each other, deeper than a block, or more nodes than such a tree ever has.
-        """
-        if not self.module.drafts_trees:
-            return super().with_trees(size)  # refuses
-        depth = self.gamma if size.depth is None else size.depth
-        top_k = min(BlockTreeDrafter.top_k if size.top_k is None else size.top_k, self.config.draft_vocab_size)
-        if depth > self.gamma:
-            raise ValueError(f"tree {size}: a block has {self.gamma} drafts one after another; ask for less depth.")
-        if size.nodes > (most := most_nodes(depth, top_k)):
-            raise ValueError(f"tree {size}: with depth {depth} and top_k {top_k} there are {most} nodes at most.")
-        return BlockTreeDrafter(self, nodes=size.nodes, depth=depth, top_k=top_k)
+    def session_at(self, session: DraftSession, length: int) -> DraftSession:
+        """See `Drafter`; the caches are shared, for a block overwrites only what comes behind it."""
+        earlier = copy.copy(session)
+        earlier.length = length
+        return earlier
 
 
 # ----------------------------------------------------------------------------
@@ -564,3 +557,21 @@ class BlockTreeDrafter(Drafter):
             tree.parents,
             confidences=conditional_confidences(survivals),
         )
+
+
+class DFlashDrafter(BlockDrafter):
+    """Serves a drafter of blocks whose rows do not depend on each other's tokens: chains, or trees."""
+
+    def with_trees(self, size: TreeSize) -> Drafter:
+        """The same drafter with trees of its likeliest paths.
+
+        Raises:
+            ValueError: its drafts depend on each other, deeper than a block, or more nodes than such a tree ever has.
+        """
+        depth = self.gamma if size.depth is None else size.depth
+        top_k = min(BlockTreeDrafter.top_k if size.top_k is None else size.top_k, self.config.draft_vocab_size)
+        if depth > self.gamma:
+            raise ValueError(f"tree {size}: a block has {self.gamma} drafts one after another; ask for less depth.")
+        if size.nodes > (most := most_nodes(depth, top_k)):
+            raise ValueError(f"tree {size}: with depth {depth} and top_k {top_k} there are {most} nodes at most.")
+        return BlockTreeDrafter(self, nodes=size.nodes, depth=depth, top_k=top_k)

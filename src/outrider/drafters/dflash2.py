@@ -26,7 +26,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from outrider.drafters.base import BlockInputs, DraftCalibration, DraftCall, DrafterWeights, DraftRows, longest_draft
+from outrider.drafters.base import (
+    BlockInputs,
+    DraftCall,
+    Drafter,
+    DraftRows,
+    longest_draft,
+)
 from outrider.drafters.chain import BlockRows, sample_rows
 from outrider.drafters.config import Count
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig, DraftLayer
@@ -34,7 +40,6 @@ from outrider.drafters.draft import Draft
 from outrider.drafters.fused_loss import DraftLogits, Supervision, fused_loss, logit_chunks
 from outrider.drafters.layers import KeySource, Rope
 from outrider.drafters.loss import DraftLoss, reference_loss
-from outrider.target.model import Target
 
 # ----------------------------------------------------------------------------
 # Grouped dynamic causal convolution: a block row mixes with the rows right before it.
@@ -274,7 +279,6 @@ def _place(tokens_M: Tensor, indices_Mc: Tensor) -> Tensor:
 class DFlash2(DFlash):
     """The convolved backbone with its selector."""
 
-    drafts_trees: ClassVar[bool] = False
     config: DFlash2Config
 
     def __init__(self, config: DFlash2Config) -> None:
@@ -297,8 +301,8 @@ class DFlash2(DFlash):
         )
 
     @staticmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> DFlash2Drafter:
-        return DFlash2Drafter(weights, target, calibration)
+    def drafter() -> type[Drafter]:
+        return DFlash2Drafter
 
 
 class DFlash2Drafter(BlockDrafter):

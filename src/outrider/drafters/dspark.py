@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from outrider.drafters.base import BlockInputs, DraftRows
-from outrider.drafters.dflash import DFlash, DFlashConfig
+from outrider.drafters.base import BlockInputs, Drafter, DraftRows
+from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig
 from outrider.drafters.fused_loss import Supervision
 from outrider.drafters.heads import ConfidenceHead, VanillaMarkov, build_sequential_head
 from outrider.drafters.loss import DraftLoss, confidence_loss
@@ -94,7 +94,6 @@ class DSparkRows(DraftRows):
 class DSpark(DFlash):
     """The backbone with its two heads."""
 
-    drafts_trees: ClassVar[bool] = False
     config: DSparkConfig
     markov_head: VanillaMarkov | None
     confidence_head: ConfidenceHead | None
@@ -117,6 +116,10 @@ class DSpark(DFlash):
             if config.enable_confidence_head
             else None
         )
+
+    @staticmethod
+    def drafter() -> type[Drafter]:
+        return BlockDrafter
 
     def chain_heads(self) -> tuple[VanillaMarkov | None, ConfidenceHead | None]:
         return self.markov_head, self.confidence_head

@@ -38,10 +38,8 @@ from torch import Tensor, nn
 
 from outrider.drafters.base import (
     BlockInputs,
-    DraftCalibration,
     DraftCall,
     Drafter,
-    DrafterWeights,
     DraftModule,
     DraftRows,
     ModuleDrafter,
@@ -168,7 +166,6 @@ class Eagle3(DraftModule):
     does.
     """
 
-    drafts_trees: ClassVar[bool] = True
     aux_weight: str | None = "fc.weight"
     groups = (("fc",),)
     pattern: ClassVar[AttentionPattern] = EVERYTHING  # what the rows of one draft see of one another
@@ -228,8 +225,8 @@ class Eagle3(DraftModule):
         return DraftRows(torch.stack(hidden, dim=1))
 
     @staticmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> Eagle3Drafter:
-        return Eagle3Drafter(weights, target, calibration)
+    def drafter() -> type[Drafter]:
+        return Eagle3Drafter
 
 
 # ----------------------------------------------------------------------------
@@ -338,7 +335,7 @@ class Eagle3Drafter(ModuleDrafter[Eagle3]):
         rope = self.rope([session.length + depth + m * spacing for session in sessions for m in range(M)])
         return self.module.step(state_XH, self.embed(tokens), rope, source=source)
 
-    def with_trees(self, size: TreeSize) -> DynamicTreeDrafter:
+    def with_trees(self, size: TreeSize) -> Drafter:
         """The same drafter with dynamic trees; the paper's depth, if trained so far, and width where `size` has none.
 
         Raises:

@@ -24,12 +24,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.base import BlockInputs, DraftCalibration, DraftCall, DrafterWeights, DraftRows, longest_draft
+from outrider.drafters.base import (
+    BlockInputs,
+    DraftCall,
+    Drafter,
+    DraftRows,
+    Level,
+    longest_draft,
+)
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.draft import Draft
 from outrider.drafters.medusa import HeadsDrafter, HeadsModule, MedusaConfig
-from outrider.drafters.trees import Level
-from outrider.target.model import Target
 
 _EPS = 1e-6
 
@@ -60,8 +65,8 @@ class Hydra(HeadsModule):
         return DraftRows(torch.stack(heads, dim=1))
 
     @staticmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> HydraDrafter:
-        return HydraDrafter(weights, target, calibration)
+    def drafter() -> type[Drafter]:
+        return HydraDrafter
 
 
 class HydraDrafter(HeadsDrafter[Hydra]):

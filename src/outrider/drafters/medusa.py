@@ -34,23 +34,24 @@ from torch import Tensor, nn
 from outrider.drafters.base import (
     UNCALIBRATED,
     BlockInputs,
-    Calibratable,
     DraftCalibration,
     DraftCall,
     Drafter,
     DrafterWeights,
     DraftModule,
     DraftRows,
+    Level,
     ModuleDrafter,
+    check_fits,
     longest_draft,
 )
 from outrider.drafters.chain import sample_chain, sample_steps
 from outrider.drafters.config import Count, DrafterConfig, DraftVocabulary, NotInRecipe, draft_vocabulary
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.layers import DraftSession
-from outrider.drafters.trees import CandidateTree, Level, assumed_accuracy, best_tree, draw_trees
+from outrider.drafters.trees import CandidateTree, assumed_accuracy, best_tree, draw_trees
 from outrider.target.linear import Packable
-from outrider.target.model import Target
+from outrider.target.model import DecodingTarget, Target
 
 Heads = TypeVar("Heads", bound="MedusaConfig")
 
@@ -116,14 +117,14 @@ class DraftHead(Packable):
 class HeadsModule(DraftModule):
     """K draft heads, the trainable part. Parameter names are those of Medusa checkpoints."""
 
-    reads_final_layer: ClassVar[bool] = True
-    drafts_trees: ClassVar[bool] = True
-    calibratable: ClassVar[Calibratable] = "candidates"
     config: MedusaConfig
 
     def __init__(self, config: MedusaConfig, inputs: Sequence[int]) -> None:
         super().__init__(config)
         self.blocks = nn.ModuleList(DraftHead(size, config.hidden_size, config.num_layers) for size in inputs)
+
+    def check_target(self, target: DecodingTarget) -> None:
+        check_fits(self.config, target, final=True)
 
 
 H = TypeVar("H", bound=HeadsModule)
@@ -261,8 +262,8 @@ class Medusa(HeadsModule):
         return DraftRows(self.hidden(inputs.layout.before_anchors(inputs.aux_SLD[:, -1]), self.config.num_heads))
 
     @staticmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> MedusaDrafter:
-        return MedusaDrafter(weights, target, calibration)
+    def drafter() -> type[Drafter]:
+        return MedusaDrafter
 
 
 class MedusaDrafter(HeadsDrafter[Medusa]):

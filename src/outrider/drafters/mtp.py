@@ -41,12 +41,12 @@ from torch import Tensor, nn
 
 from outrider.drafters.base import (
     BlockInputs,
-    DraftCalibration,
     DraftCall,
-    DrafterWeights,
+    Drafter,
     DraftModule,
     DraftRows,
     ModuleDrafter,
+    check_fits,
     longest_draft,
 )
 from outrider.drafters.chain import sample_steps
@@ -68,7 +68,7 @@ from outrider.drafters.layers import (
     rope_table,
 )
 from outrider.target.linear import Packable
-from outrider.target.model import Target
+from outrider.target.model import DecodingTarget, Target
 from outrider.utils.measure import on_device
 
 
@@ -176,8 +176,6 @@ class MTP(DraftModule):
     as ones: the target's own makes untrained states overconfident.
     """
 
-    reads_final_layer: ClassVar[bool] = True
-    starts_from_target: ClassVar[bool] = True
     config: MTPConfig
 
     def __init__(self, config: MTPConfig) -> None:
@@ -218,9 +216,12 @@ class MTP(DraftModule):
             hidden.append(state_NH)
         return DraftRows(torch.stack(hidden, dim=1))
 
+    def check_target(self, target: DecodingTarget) -> None:
+        check_fits(self.config, target, final=True)
+
     @staticmethod
-    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> MTPDrafter:
-        return MTPDrafter(weights, target, calibration)
+    def drafter() -> type[Drafter]:
+        return MTPDrafter
 
     @torch.no_grad()
     def initialize_from(self, target: Target, documents: Sequence[Sequence[int]]) -> None:

@@ -15,19 +15,17 @@ Shapes: R requests, P paths, N nodes, k tokens known, Vd draft vocab.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, drawing_for
+from outrider.drafters.base import DraftCall, Level, drawing_for
 from outrider.drafters.draft import Draft, Siblings, draw_siblings, over_vocabulary
 from outrider.drafters.heads import ChainHeads
 from outrider.sampling import warp
-
-Level = Callable[[int, Tensor], Tensor]  # (k, tokens of paths [R, P, k + 1], anchor first) -> logits [R, P or 1, Vd]
 
 
 @dataclass(frozen=True)

@@ -364,7 +364,7 @@ def _licence(checkpoint: Checkpoint, license: str | None) -> str:
     text = f"## Licence\n\nWeights: {license}." if license else "## Licence"
     if metadata.get("history"):
         text += "\n\nTraining started from an earlier drafter, whose licence applies to these weights as well."
-    if checkpoint.weights.module.starts_from_target:
+    if checkpoint.weights.module.starts_from_target():
         copied = [{**metadata, **stage} for stage in trainings(metadata) if stage.get("initialize_from_target")]
         if sources := dict.fromkeys(map(target_name, copied)):
             text += (

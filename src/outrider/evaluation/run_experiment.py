@@ -91,7 +91,7 @@ def _check_drafts(table: ExperimentTable, name: str, config: EvalConfig) -> None
         return
     method = None if drafter is not None else method_of(table.row_recipe(name).drafter.algorithm)
     who = drafter if method is None else method.name
-    if tree is not None and (method is None or not method.module.drafts_trees):
+    if tree is not None and (method is None or not method.module.drafts_trees()):
         raise ValueError(f"tree {tree}: {who} drafts chains; leave it out.")
     if block_size is not None and (method is None or "block_size" not in {f.name for f in fields(method.config)}):
         raise ValueError(f"block_size {block_size}: {who} has no blocks; leave it out.")

@@ -184,12 +184,12 @@ def check_layers(drafter: DraftModule, recipe: Recipe) -> None:
                 f"{name}=true works on draft layers one by one, and a drafter of kind {drafter.algorithm} has no stack "
                 f"of them: leave {name} out."
             )
-    if recipe.compile and not drafter.layers_run_once:
+    if recipe.compile and not drafter.separable_layers():
         raise ValueError(
             f"compile=true: a drafter of kind {drafter.algorithm} runs its context through the draft layers, sequence "
             "by sequence, which is no single graph: leave compile out."
         )
-    if recipe.compile and drafter.counts_rows:
+    if recipe.compile and drafter.counts_rows():
         raise ValueError(
             f"compile=true: a drafter of kind {drafter.algorithm} sorts rows by expert, which is no single graph: "
             "leave compile out."
@@ -202,7 +202,7 @@ def compiles(drafter: DraftModule, recipe: Recipe, device: torch.device) -> bool
     """Whether the draft layers are compiled: as the recipe says, else on a GPU where they can be."""
     if recipe.compile is not None:
         return recipe.compile
-    graphs = bool(draft_layers(drafter)) and drafter.layers_run_once and not drafter.counts_rows
+    graphs = bool(drafter.separable_layers()) and not drafter.counts_rows()
     return device.type == "cuda" and graphs
 
 
@@ -220,7 +220,7 @@ class ParallelStep:
         compiling = compiles(drafter, recipe, ranks.device)
         device = ranks.device.type
         by_shape = device == "cuda" or (device == "cpu" and objective.products == torch.bfloat16)
-        self.padded = compiling or (by_shape and not drafter.counts_rows)
+        self.padded = compiling or (by_shape and not drafter.counts_rows())
         if compiling:
             _compile_layers(draft_layers(drafter), required=recipe.compile is not None)
         if recipe.optimizer.checkpoint_activations:
@@ -279,7 +279,7 @@ def _shard(forward: _Forward, param_dtype: torch.dtype | None) -> nn.Module:
     # Autocast chooses the types of inputs.
     policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
     # A layer's weights are freed when its backward has run, and the keys of an earlier forward of it need them still.
-    layers = draft_layers(forward.drafter) if forward.drafter.layers_run_once else []
+    layers = forward.drafter.separable_layers()
     _prefetching([fully_shard(layer, mp_policy=policy) for layer in layers])
     fully_shard(forward)
     return forward

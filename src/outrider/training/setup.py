@@ -27,7 +27,7 @@ from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.checkpoints.registry import method_of
 from outrider.data.regenerate import Progress, no_progress
 from outrider.data.responses import Sample
-from outrider.drafters.base import DraftModule, check_fits
+from outrider.drafters.base import DraftModule
 from outrider.drafters.config import draft_vocabulary
 from outrider.target.model import Target, outline_target
 from outrider.training.dataset import Dataset, choose_draft_ids, recipe_samples
@@ -125,7 +125,7 @@ def load_start(recipe: Recipe, target: Target) -> Start:
         raise ValueError(f"start_from {directory} would be overwritten by this run; choose another out.")
     checkpoint = load_checkpoint(directory, target.device, target.num_layers)
     drafter = checkpoint.weights.module.requires_grad_(True).train()
-    check_fits(drafter.config, target, drafter.reads_final_layer)
+    drafter.check_target(target)
     _check_agrees(recipe, drafter, target)
     ids = checkpoint.weights.draft_ids_Vd
     own = checkpoint.weights.for_target(target)

@@ -167,7 +167,7 @@ def test_the_checkpoint_decides_before_the_target_is_loaded(
         (
             eagle,
             (),
-            "the drafts of eagle3 cannot be calibrated, only those of block drafters (dflash, dspark, dflash2",
+            "the drafts of eagle3 cannot be calibrated, only those with confidences (dflash, dspark, dflash2",
         ),
         (Medusa(MedusaConfig(**heads, num_heads=2, num_layers=1)), ("--sweep", "s.png"), "heads without confidences"),
     ):

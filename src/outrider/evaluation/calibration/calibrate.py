@@ -10,15 +10,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import cast
 
 from outrider.api.drafter import require_directory
 from outrider.backends.sglang import CALIBRATION_FILE, write_confidence_sts
 from outrider.checkpoints.checkpoint import CALIBRATION, SAMPLED_CALIBRATION, Checkpoint, add_metadata, load_checkpoint
 from outrider.checkpoints.registry import methods
 from outrider.data.sources import TaskSettings, find_prompts, prompts_label
-from outrider.drafters.dflash import BlockDrafter
-from outrider.drafters.medusa import HeadsDrafter
 from outrider.evaluation.calibration.candidates import Candidates, measure_candidates
 from outrider.evaluation.calibration.collect import collect_tasks, load_rounds, save_rounds
 from outrider.evaluation.calibration.fit import (
@@ -90,15 +87,13 @@ def run_calibration(
     else:
         target = load_target(config.target, default_dtype(config.machine.device), config.machine.device)
         drafter, names = checkpoint.weights.serve(target), list(labels)
-        if drafter.calibratable == "candidates":
-            heads = cast(HeadsDrafter, drafter)
+        if drafter.calibrates() == "candidates":
             candidates = measure_candidates(
-                target, heads, names, settings=settings, versions=versions(), on_progress=on_progress
+                target, drafter, names, settings=settings, versions=versions(), on_progress=on_progress
             )
             add_metadata(directory, candidates=candidates.model_dump(mode="json"))
             return Calibrated(f"accuracies stored in {directory}", candidates=candidates)
-        blocks = cast(BlockDrafter, drafter)
-        rounds = collect_tasks(target, blocks, names, settings=settings, on_progress=on_progress)
+        rounds = collect_tasks(target, drafter, names, settings=settings, on_progress=on_progress)
         if config.rounds is not None:
             save_rounds(config.rounds, rounds, about)
     result = calibrate(
@@ -114,7 +109,7 @@ def run_calibration(
 
 def _check_calibratable(checkpoint: Checkpoint, directory: Path, about_confidences: bool) -> None:
     """Refuse drafters of which nothing can be measured, and options that ask for what they do not have."""
-    measured = checkpoint.weights.module.calibratable
+    measured = checkpoint.weights.module.drafter().calibrates()
     if measured == "candidates" and about_confidences:
         raise ValueError(
             f"{directory} has heads without confidences: --fit-tasks, --plot, --rounds, --sweep and "
@@ -122,14 +117,14 @@ def _check_calibratable(checkpoint: Checkpoint, directory: Path, about_confidenc
         )
     if measured is None:
         raise ValueError(
-            f"{directory}: the drafts of {checkpoint.algorithm} cannot be calibrated, only those of block "
-            f"drafters ({_methods('confidences')}) and of heads ({_methods('candidates')}). "
+            f"{directory}: the drafts of {checkpoint.algorithm} cannot be calibrated, only those with "
+            f"confidences ({_methods('confidences')}) and with candidates ({_methods('candidates')}). "
             "Serve it with a fixed draft length."
         )
 
 
 def _methods(measured: str) -> str:
-    return ", ".join(method.name for method in methods() if getattr(method.module, "calibratable", None) == measured)
+    return ", ".join(method.name for method in methods() if method.module.drafter().calibrates() == measured)
 
 
 def _check_apart(tasks: Sequence[str], fitted: Sequence[str]) -> None:

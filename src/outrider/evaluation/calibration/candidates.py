@@ -25,8 +25,7 @@ from torch import Tensor
 
 from outrider.data.chat import render
 from outrider.data.sources import TaskSettings, load_tasks
-from outrider.drafters.base import DraftCall
-from outrider.drafters.medusa import HeadsDrafter
+from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.trees import assumed_accuracy, best_tree, expected_length, measured_accuracy
 from outrider.evaluation.calibration.collect import target_texts
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
@@ -50,7 +49,7 @@ class Candidates(BaseModel):
 
 def measure_candidates(
     target: Target,
-    drafter: HeadsDrafter,
+    drafter: Drafter,
     tasks: Sequence[str],
     settings: TaskSettings,
     versions: dict[str, str],
@@ -89,12 +88,13 @@ def measure_candidates(
 
 
 @torch.inference_mode()
-def true_ranks(target: Target, drafter: HeadsDrafter, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
+def true_ranks(target: Target, drafter: Drafter, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
     """Rank [N, K] of the true token by each head, after the prompt and each token of `text` but the last.
 
     -1 beyond the end of the text. A token outside the draft vocabulary ranks after all others.
     """
-    tokens, K = [*prompt, *text], drafter.gamma
+    assert drafter.heads is not None
+    tokens, K, draft_ids_Vd = [*prompt, *text], drafter.gamma, drafter.heads.draft_ids_Vd
     block = torch.tensor([tokens[:-1]], device=target.device)
     aux_BTLD = target.forward(block, target.new_cache(len(tokens)), drafter.aux_layers, logits=0).aux_BTLD
     assert aux_BTLD is not None
@@ -109,11 +109,11 @@ def true_ranks(target: Target, drafter: HeadsDrafter, prompt: Sequence[int], tex
             paths = [[*tokens[a : a + k + 1], *[0] * (k + 1)][: k + 1] for a in chosen]
             logits_NVd = level(k, torch.tensor(paths, device=target.device)[:, None])[known, 0]
             true_N = torch.tensor([tokens[chosen[n] + k + 1] for n in known], dtype=torch.long, device=target.device)
-            ranks_NK[[first + n for n in known], k] = _ranks(logits_NVd, true_N, drafter.heads.draft_ids_Vd).cpu()
+            ranks_NK[[first + n for n in known], k] = _ranks(logits_NVd, true_N, draft_ids_Vd).cpu()
     return ranks_NK
 
 
-def _call(target: Target, drafter: HeadsDrafter, anchor: int, aux_TLD: Tensor) -> DraftCall:
+def _call(target: Target, drafter: Drafter, anchor: int, aux_TLD: Tensor) -> DraftCall:
     session = drafter.new_session(len(aux_TLD))
     drafter.extend([session], [[0] * len(aux_TLD)], aux_TLD)  # keeps the last hidden state
     return DraftCall(session, anchor, SamplingParams(), seen=SeenTokens(target.vocab_size), source=SeededSource(0))

@@ -11,7 +11,6 @@ Shapes: N rounds, K gamma, F = 2 features of a `CertaintyEstimator`.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +31,7 @@ from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
 from outrider.decoding.request import Output, Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
-from outrider.drafters.base import DraftCall
-from outrider.drafters.dflash import BlockDrafter
+from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.heads import UNSCALED, ConfidenceScaling, certainty
 from outrider.evaluation.calibration.fit import Rounds, TaskRounds
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
@@ -59,7 +57,7 @@ class FeatureRecorder:
 
 def collect(
     target: Target,
-    drafter: BlockDrafter,
+    drafter: Drafter,
     conversations: Sequence[Conversation],
     settings: TaskSettings,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -67,9 +65,10 @@ def collect(
     """Decode conversations; returns the rounds of each turn, with features where the drafter has no confidence head."""
     assert target.tokenizer is not None
     recorder = FeatureRecorder()
+    assert drafter.heads is not None
     if drafter.heads.confidence is None:
-        drafter = copy.copy(drafter)
-        drafter.heads = dataclasses.replace(drafter.heads, scaling=ConfidenceScaling(estimator=recorder))
+        recording = dataclasses.replace(drafter.heads, scaling=ConfidenceScaling(estimator=recorder))
+        drafter = drafter.with_heads(recording)
     found: list[list[Rounds]] = [[] for _ in conversations]
     history: list[list[str]] = [[] for _ in conversations]
     for turn in range(max(len(conversation.turns) for conversation in conversations)):
@@ -105,7 +104,7 @@ def collect(
 
 def collect_tasks(
     target: Target,
-    drafter: BlockDrafter,
+    drafter: Drafter,
     tasks: Sequence[str],
     settings: TaskSettings,
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None,
@@ -115,7 +114,7 @@ def collect_tasks(
     Raises:
         ValueError: a task file is missing or malformed, or two tasks are called the same.
     """
-    assert drafter.heads.scaling == UNSCALED, "calibration starts from raw confidences"
+    assert drafter.heads is not None and drafter.heads.scaling == UNSCALED, "calibration starts from raw confidences"
     # All files are read first, so that a mistyped name fails before anything is decoded.
     prompts = {prompts_label(task): load_prompts(task, settings.max_samples) for task in tasks}
     if len(prompts) < len(tasks):
@@ -164,7 +163,7 @@ def rounds_of_decoding(outputs: Sequence[Output], gamma: int, recorder: FeatureR
 @torch.inference_mode()
 def rounds_of_text(
     target: Target,
-    drafter: BlockDrafter,
+    drafter: Drafter,
     prompt: Sequence[int],
     text: Sequence[int],
     params: SamplingParams,
@@ -184,16 +183,15 @@ def rounds_of_text(
     source = SeededSource(params.request_seed())
     ends = range(len(tokens) - 1, len(prompt) - 1, -1)
     confidences, accepted, admitted = list[list[float]](), list[int](), list[int]()
-    # All share one draft cache, from the last position to the first: a block overwrites only later positions.
+    # From the last position to the first, as `session_at` asks.
     for start in range(0, len(ends), _AT_ONCE):
         calls = []
         for end in ends[start : start + _AT_ONCE]:
-            at = copy.copy(session)
-            at.length = end - 1
+            at = drafter.session_at(session, end - 1)
             seen = SeenTokens(target.vocab_size, params, prompt, output=tokens[len(prompt) : end], device=target.device)
             calls.append(DraftCall(at, tokens[end - 1], params, seen=seen, source=source))
-        for call, proposal in zip(calls, drafter.propose(calls), strict=True):
-            left = tokens[call.session.length + 1 :][:gamma]
+        for end, proposal in zip(ends[start : start + _AT_ONCE], drafter.propose(calls), strict=True):
+            left = tokens[end:][:gamma]
             agreed = [x == y for x, y in zip(proposal.tokens, left, strict=False)]
             right = agreed.index(False) if False in agreed else len(agreed)
             confidences.append(proposal.confidences)
