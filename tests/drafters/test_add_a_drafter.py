@@ -116,11 +116,11 @@ def test_from_a_recipe_to_an_export(tmp_path: Path, outrider: Run) -> None:
     status, out, err = outrider("calibrate", *there, *tasks, "--max-new-tokens", 64)
     assert status == 0 and "Survival to position" in out, err
 
-    to = ("--target", tmp_path / "target", "--out", tmp_path / "exported")
-    status, out, err = outrider("export", drafter, "--to", "vllm", *to)
+    to = ("--target", tmp_path / "target", "--out")
+    status, out, err = outrider("export", drafter, "--to", "vllm", *to, tmp_path / "exported")
     assert status == 0 and '"method": "bigram"' in out, err
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["algorithm"] == "bigram"
-    status, out, err = outrider("export", drafter, "--to", "sglang", *to)
+    status, out, err = outrider("export", drafter, "--to", "sglang", *to, tmp_path / "other")
     assert status == 2 and "takes no bigram drafters" in err
 
     texts = []
