@@ -3,8 +3,8 @@ commands and their tests.
 
     python docs/site/reference.py DIRECTORY
 
-Verbs come from the program's parser, fields from the recipe's schema. Metrics and findings are read from the source
-without running it: their texts are the literals of the calls, with "..." where a figure is filled in.
+Verbs come from the program's parser, fields from the recipe's schema, findings from rules of the doctor. Metrics are
+read from the source without running it: their texts are the literals of the calls, with "..." for figures.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from typer.main import get_command
 
 import outrider.cli.main as main
+from outrider.doctor.checkpoints import CHECKS
 from outrider.training.recipe import recipe_fields
 
 ROOT = Path(__file__).parents[2]
@@ -127,29 +128,18 @@ def metrics() -> Iterator[str]:
 
 
 def symptoms() -> Iterator[str]:
-    """Under each check of the doctor, what a finding means and what to do."""
+    """Under each check of a checkpoint, what a finding means and what to do; "..." stands for a figure."""
     yield (Path(__file__).parent / "symptoms.md").read_text()
-    doctor = SOURCE / "doctor"
-    functions: dict[str, ast.FunctionDef] = {}
-    for file in ("data.py", "drafter.py"):
-        nodes = ast.parse((doctor / file).read_text()).body
-        functions |= {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     group = ""
-    for name, call in calls(ast.parse((doctor / "examine.py").read_text())):
-        if name != "Check":
-            continue
-        if literal(call.args[0]) != group:
-            group = literal(call.args[0])
+    for check in CHECKS:
+        if check.group != group:
+            group = check.group
             yield f"\n### {group.capitalize()}\n"
-        run = next(keyword.value for keyword in call.keywords if keyword.arg == "run")
-        function = functions[run.attr]  # type: ignore[attr-defined]
-        yield f"\n**{literal(call.args[1])}**: {(ast.get_docstring(function) or '').partition(chr(10))[0]}\n"
-        for made, found in calls(function):
-            texts = [literal(arg) for arg in (*found.args, *(k.value for k in found.keywords if k.arg == "remedy"))]
-            wanted = {"fault": texts[1:3], "warning": texts[1:3], "graded": texts[2:4], "finding": texts[:2]}.get(made)
-            if wanted and wanted[0]:
-                status = made if made in ("fault", "warning") else "fault or warning"
-                yield f"* {status}: {' *Do:* '.join(text for text in wanted if text)}"
+        yield f"\n**{check.name}**: {(check.measure.__doc__ or '').partition(chr(10))[0]}\n"
+        for rule in check.rules:
+            if rule.meaning:
+                texts = [re.sub(r"{[^}]*}", "...", text) for text in (rule.meaning, rule.remedy) if text]
+                yield f"* {rule.status}: {' *Do:* '.join(texts)}"
 
 
 if __name__ == "__main__":
