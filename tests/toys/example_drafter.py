@@ -96,7 +96,7 @@ class Bigram(DraftModule):
 
 @dataclass
 class BigramSession:
-    """The target's states at the committed tokens of one request."""
+    """The target's states at the committed tokens of one request, after a row of zeros: nothing precedes them."""
 
     aux_TH: Tensor
 
@@ -116,7 +116,7 @@ class BigramDrafter(Drafter):
         self.heads = weights.chain_heads(target, calibration, self.module.bigram)
 
     def new_session(self, capacity: int) -> BigramSession:
-        return BigramSession(torch.zeros(0, self.embed_VH.shape[1]))
+        return BigramSession(torch.zeros(1, self.embed_VH.shape[1]))
 
     def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         assert aux_TLD is not None
@@ -125,7 +125,7 @@ class BigramDrafter(Drafter):
             session.aux_TH = torch.cat((session.aux_TH, part))
 
     def session_at(self, session: Any, length: int) -> BigramSession:
-        return BigramSession(session.aux_TH[:length])  # `outrider calibrate` drafts after every token of a text
+        return BigramSession(session.aux_TH[: length + 1])  # `outrider calibrate` drafts after every token of a text
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         anchors = torch.tensor([call.anchor for call in calls])
