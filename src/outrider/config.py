@@ -271,6 +271,16 @@ def split(name: str, text: str, kind: type) -> tuple[Any, ...]:
     return values
 
 
+def check_tree(tree: str | None, confidence_threshold: float | None) -> None:
+    """Refuse a threshold for the nodes of trees.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if tree is not None and confidence_threshold is not None:
+        raise ValueError("--tree with --confidence-threshold: nodes of a tree have no confidences; leave one out.")
+
+
 # ----------------------------------------------------------------------------
 # Groups that several verbs share.
 # ----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from outrider.config import (
     TreeText,
     Typical,
     argument,
+    check_tree,
     option,
 )
 
@@ -65,8 +66,7 @@ class GenerateConfig(Config):
             raise ValueError("the prompt is empty: give at least one word to answer.")
         if self.raw and self.thinking:
             raise ValueError("--thinking asks the chat template for it, and --raw has none: leave one of them out.")
-        if self.tree is not None and self.confidence_threshold is not None:
-            raise ValueError("--tree with --confidence-threshold: nodes of a tree have no confidences; leave one out.")
+        check_tree(self.tree, self.confidence_threshold)
 
     def options(self) -> dict[str, Any]:
         """Keywords of `Model.stream`."""

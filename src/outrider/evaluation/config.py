@@ -35,22 +35,13 @@ from outrider.config import (
     TreeText,
     Typical,
     argument,
+    check_tree,
     option,
     rare,
 )
 from outrider.decoding.config import ProfileConfig
 
 _CARD = "Model card"
-
-
-def check_tree(tree: str | None, confidence_threshold: float | None) -> None:
-    """Refuse a threshold for the nodes of trees.
-
-    Raises:
-        ValueError: both are given.
-    """
-    if tree is not None and confidence_threshold is not None:
-        raise ValueError("--tree with --confidence-threshold: nodes of a tree have no confidences; leave one out.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from outrider.config import (
     StartedEngine,
     TaskNames,
     argument,
+    check_tree,
     option,
     rare,
 )
@@ -203,12 +204,9 @@ class BenchConfig(Config):
 
     def check(self) -> None:
         ours = self.backend == "local"
-        if self.tree is not None and self.confidence_threshold is not None:
-            raise ValueError("--tree with --confidence-threshold: nodes of a tree have no confidences; leave one out.")
+        check_tree(self.tree, self.confidence_threshold)
         if self.tree is not None and not ours:
             raise ValueError(f"--tree is for --backend local; {self.backend} drafts as it is configured to.")
-        if (len(self.drafter) > 1) and (not ours or self.tree is not None):
-            raise ValueError("several or named drafters (--drafter) are for --backend local without --tree.")
         if not self.traffic.greedy and self.backend in ONE_AT_A_TIME:
             raise ValueError(f"--temperature: {self.backend} decodes greedily here; leave it out.")
         if self.traffic.coupled and not ours:
