@@ -43,6 +43,7 @@ def _drafter_section(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     name = value.get("algorithm", _DEFAULT_METHOD)
+    name = name if isinstance(name, str) else repr(name)
     try:
         section = method_of(name).section
     except ValueError as error:
