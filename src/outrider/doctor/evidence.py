@@ -12,21 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 Status = Literal["fault", "warning", "unclear", "ok", "skipped"]  # the worst first
-STATUSES: tuple[Status, ...] = ("fault", "warning", "unclear", "ok", "skipped")
-STYLES: dict[Status, str] = {
-    "ok": "green",
-    "unclear": "cyan",
-    "warning": "yellow",
-    "fault": "bold red",
-    "skipped": "dim",
-}
+STYLES: dict[Status, str] = dict(fault="bold red", warning="yellow", unclear="cyan", ok="green", skipped="dim")
+STATUSES = tuple(STYLES)
 
 
 @dataclass(frozen=True)
@@ -58,13 +52,8 @@ def always(measured: Any) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Rule:
-    """The finding of measurements that pass a test.
-
-    Attributes:
-        figure, meaning, remedy: format strings of the measurements m, as "{m.cut:.0%} of {m.replies} responses".
-    """
+class Rule(NamedTuple):
+    """The finding of measurements that pass a test; its texts are format strings, as "{m.cut:.0%} of {m.replies}"."""
 
     status: Status
     test: Callable[[Any], object]
@@ -73,12 +62,12 @@ class Rule:
     remedy: str = ""
 
 
-def graded(figure: str, meaning: str, remedy: str, fine: str = "{m.figure}") -> tuple[Rule, ...]:
-    """A fault at `m.level` 2, a warning at level 1, ok at level 0 with `fine` as its figure."""
+def graded(meaning: str, remedy: str, prefix: str = "", fine: str = "") -> tuple[tuple[Any, ...], ...]:
+    """A fault at `m.level` 2, a warning at level 1 that begins with `prefix`, ok at level 0 after `fine`."""
     return (
-        Rule("fault", lambda m: m.level == 2, figure, meaning=meaning, remedy=remedy),
-        Rule("warning", lambda m: m.level == 1, figure, meaning=meaning, remedy=remedy),
-        Rule("ok", always, fine),
+        ("fault", lambda m: m.level == 2, "{m.figure}", meaning, remedy),
+        ("warning", lambda m: m.level == 1, "{m.figure}", prefix + meaning, remedy),
+        ("ok", always, fine + "{m.figure}"),
     )
 
 
@@ -98,6 +87,18 @@ class Check:
     rules: tuple[Rule, ...]
     needs: tuple[str, ...] = ()
     slow: bool = False
+
+    @staticmethod
+    def of(
+        group: str,
+        name: str,
+        measure: Callable[[Any], SimpleNamespace],
+        *rules: tuple[Any, ...],
+        needs: tuple[str, ...] = (),
+        slow: bool = False,
+    ) -> Check:
+        """A check whose rules are rows of a table, see `Rule`."""
+        return Check(group, name, measure, rules=tuple(Rule(*row) for row in rules), needs=needs, slow=slow)
 
     def find(self, examined: Any) -> Finding | None:
         """The finding of the first rule whose test holds."""

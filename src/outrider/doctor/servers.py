@@ -38,7 +38,7 @@ from outrider.data.chat import render
 from outrider.data.responses import Sample
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.doctor.evidence import STATUSES, STYLES, Check, Finding, NotMeasured, Rule, Status, always, print_advice
+from outrider.doctor.evidence import STATUSES, STYLES, Check, Finding, NotMeasured, Status, always, print_advice
 from outrider.doctor.replay import HEALTHY, Hypothesis, Replay, Text, length_of
 from outrider.drafters.base import DrafterWeights
 from outrider.evaluation.evaluate import TIE_GAP
@@ -761,141 +761,103 @@ _SILENT = (
 )
 
 CHECKS: tuple[Check, ...] = (
-    Check(SERVER, "answers", attrgetter("answered"), rules=(
-        Rule("ok", lambda m: m.answered == m.asked),
-        Rule("fault", lambda m: not m.answered, "{m.figure}: {m.reasons}", *_SILENT),
-        Rule("warning", always, "{m.figure}: {m.reasons}", *_SILENT),
-    )),
-    Check(SERVER, "counters", attrgetter("counters"), rules=(
-        Rule("warning", lambda m: not m.answers,
-             "neither the answers nor /metrics count drafts",
-             meaning="Acceptance cannot be judged; the text can.",
-             remedy="Start it with counters: vLLM --per-request-spec-decode-metrics summary and no "
-                    "--disable-log-stats, "
-             "llama.cpp --metrics, SGLang --enable-metrics."),
-        Rule("fault", lambda m: not m.drafting,
-             "0 rounds with drafts in {m.answers} answers",
-             meaning="The server makes no drafts: it runs without the drafter, or a limit switches drafting off.",
-             remedy="Look at the server's command (speculative config) and at its limits of length."),
-        Rule("fault", lambda m: m.bad,
-             "impossible in {m.bad} of {m.answers} answers: {m.reason}",
-             meaning="The counters do not fit the text: other requests were served meanwhile, or the server counts "
-                     "wrongly.",
-             remedy="Examine a server that nobody else asks. The other checks read the answers with possible counts."),
-        Rule("warning", lambda m: m.unlike,
-             "/metrics and the answers' own records differ in {m.unlike} of {m.answers} answers: {m.difference} in the "
-             "first of them",
-             meaning="Other requests were served meanwhile, or one is wrong. Counts that fit an answer's length are "
-                     "used.",
-             remedy="Examine a server that nobody else asks. If they differ still, report it to the engine's makers."),
-        Rule("ok", always),
-    )),
-    Check(SERVER, "text", attrgetter("text"), rules=(
-        Rule("skipped", lambda m: not m.tokens, "no greedy answers"),
-        Rule("ok", lambda m: not m.other),
-        Rule("ok", lambda m: m.errors <= _ERRORS * m.tokens / 10, "{m.figure} (ties of bfloat16)"),
-        Rule("fault", _foreign, "{m.figure}",
-             meaning="The server's text is not this target's: another model, another prompt than was sent, or lossy "
-             "verification{m.unknown}. Drafts for another text are accepted less.",
-             remedy="Compare the server's model with --target (name, revision, files) and its settings; then run "
-                    "again."),
-        Rule("warning", always, "{m.figure}",
-             meaning="The server's model is near the target: quantised weights or keys, or a fine-tune{m.unknown}.",
-             remedy="Compare the type that the server runs in with the target's; drafts are accepted a little less "
-                    "then."),
-    )),
-    Check(SERVER, "sampled text", attrgetter("sampled"), rules=(
-        Rule("skipped", lambda m: not m.tokens, "no sampled answers"),
-        Rule("fault", _unlikely,
-             "{m.tokens} sampled tokens are {m.nats:.2f} nats a token less likely than tokens drawn from the target "
-             "({m.deviations:.0f} standard deviations)",
-             meaning="Sampled text is not drawn from this target's distribution: another model, or verification loses "
-                     "the "
-             "temperature, as in vLLM 0.32 on a CPU (docs/engines.md: vllm-cpu-sampled-drafts). Other checks leave it "
-             "out.",
-             remedy="Ask at temperature 0, or serve sampled requests without the drafter until the engine is "
-                    "repaired."),
-        Rule("ok", always,
-             "{m.tokens} sampled tokens are as likely as tokens drawn from the target ({m.likelier:+.2f} nats a "
-             "token)"),
-    )),
-    Check(SERVER, "with and without drafter", attrgetter("with_and_without"), rules=(
-        Rule("ok", lambda m: not m.different),
-        Rule("fault", always, "{m.figure}; {m.different} differ elsewhere",
-             meaning="The drafter changes the text: verification is not lossless, or the cache is wrong after a "
-                     "rejection.",
-             remedy="Report it to the engine's makers with this prompt, and serve without the drafter until then."),
-    )),
-    Check(SERVER, "prompt", attrgetter("prompt"), rules=(
-        Rule("ok", lambda m: m.other is None, "{m.chats} chats are rendered as here"),
-        Rule("fault", lambda m: m.label is not None, "{m.figure}: {m.label}",
-             meaning="The drafter meets other prompts than it was trained on, and is accepted less.",
-             remedy="Start the server with the same mode and template, or train on prompts as they are served."),
-        Rule("fault", always, "{m.figure}",
-             meaning="The server has another chat template or system prompt than this target; the drafter was not "
-                     "trained on "
-             "it.",
-             remedy="Give the server the target's own chat template (--chat-template) and no system prompt of its "
-                    "own."),
-    )),
-    Check(SERVER, "asked again", attrgetter("asked_again"), rules=(
-        Rule("fault", lambda m: m.less == "again", "{m.figure}",
-             meaning="Prompts that come again are accepted less: the drafter lacks features of what the prefix cache "
-                     "holds.",
-             remedy="Switch the prefix cache off, or use an engine that caches the drafter's keys, too."),
-        Rule("fault", lambda m: m.less == "together", "{m.figure}",
-             meaning="Requests in one batch are accepted less than alone: the drafter's inputs are mixed up, or one "
-                     "request's "
-             "limit stops drafting for all (docs/engines.md: vllm-context-limit).",
-             remedy="Serve one request at a time (vLLM --max-num-seqs 1) until it is fixed; leave room for two drafts "
-                    "after "
-             "the longest response (--max-model-len)."),
-        Rule("ok", always),
-    )),
-    Check(SERVER, "defaults", attrgetter("defaults"), rules=(
-        Rule("ok", lambda m: not m.different,
-             "{m.alike} of {m.compared} greedy texts are the same by the server's defaults"),
-        Rule("warning", always,
-             "{m.different} of {m.compared} greedy texts differ by the server's defaults{m.first}",
-             meaning="For parameters that clients leave out, the server reads generation_config.json, such as a "
-                     "repetition "
-             "penalty. Drafts are made without it and accepted less (docs/engines.md: penalties).",
-             remedy="Start vLLM with --generation-config vllm, or send repetition_penalty 1 and no other penalties."),
-    )),
-    Check(SERVER, "draft length", attrgetter("draft_length"), rules=(
-        Rule("ok", lambda m: m.varies and m.slots >= m.gamma,
-             "{m.mean:.1f} drafts a round verified of {m.slots}, chosen round by round"),
-        Rule("warning",
-             lambda m: 0 < m.slots < m.gamma or (not m.slots and 0 < m.mean < m.gamma - 0.5 - m.ends),
-             "{m.figure}, {m.gamma} in the drafter's block",
-             meaning="The server's settings cut the drafts (llama.cpp drafts 3 by default; docs/engines.md: "
-             "llama-cpp-short-drafts), and with them the accepted length.",
-             remedy="Ask for {m.gamma} (vLLM num_speculative_tokens, SGLang --speculative-num-draft-tokens, llama.cpp "
-             "--spec-draft-n-max), unless fewer were chosen on purpose."),
-        Rule("warning", lambda m: m.slots and 0 < m.mean < 0.9 * (m.slots - m.ends),
-             "{m.mean:.1f} drafts a round of {m.slots}",
-             meaning="Many drafts are cut short: by a limit of length, a confidence threshold, or the end of short "
-                     "responses.",
-             remedy="Leave room after the longest response (vLLM --max-model-len); lower thresholds "
-                    "(--spec-draft-p-min)."),
-        Rule("ok", always, "{m.drafts} drafts a round"),
-    )),
-    Check(SERVER, "acceptance", attrgetter("acceptance"), rules=(
-        Rule("fault", lambda m: m.explained and m.cost > _COST),
-        Rule("warning", lambda m: m.explained),
-        Rule("warning",
-             lambda m: (
-                 abs(m.cost) > 2 * _COST
-                 and abs(m.expected - m.length) > m.chance
-                 and m.expected > 1.05
-                 and not m.foreign
-             ),
-             "{m.figure}",
-             meaning="Acceptance is not as expected, and none of the known faults explains it better than chance.",
-             remedy="Examine more prompts (--questions); compare drafts block by block (docs/engines.md)."),
-        Rule("ok", always),
-    )),
-    Check(SERVER, "where", attrgetter("where"), rules=(Rule("ok", always),)),
+    Check.of(SERVER, "answers", attrgetter("answered"),
+        ("ok", lambda m: m.answered == m.asked),
+        ("fault", lambda m: not m.answered, "{m.figure}: {m.reasons}", *_SILENT),
+        ("warning", always, "{m.figure}: {m.reasons}", *_SILENT)),
+    Check.of(SERVER, "counters", attrgetter("counters"),
+        ("warning", lambda m: not m.answers, "neither the answers nor /metrics count drafts",
+         "Acceptance cannot be judged; the text can.",
+         "Start it with counters: vLLM --per-request-spec-decode-metrics summary and no --disable-log-stats, llama.cpp "
+         "--metrics, SGLang --enable-metrics."),
+        ("fault", lambda m: not m.drafting, "0 rounds with drafts in {m.answers} answers",
+         "The server makes no drafts: it runs without the drafter, or a limit switches drafting off.",
+         "Look at the server's command (speculative config) and at its limits of length."),
+        ("fault", lambda m: m.bad, "impossible in {m.bad} of {m.answers} answers: {m.reason}",
+         "The counters do not fit the text: other requests were served meanwhile, or the server counts wrongly.",
+         "Examine a server that nobody else asks. The other checks read the answers with possible counts."),
+        ("warning", lambda m: m.unlike,
+         "/metrics and the answers' own records differ in {m.unlike} of {m.answers} answers: {m.difference} in the "
+         "first of them",
+         "Other requests were served meanwhile, or one is wrong. Counts that fit an answer's length are used.",
+         "Examine a server that nobody else asks. If they differ still, report it to the engine's makers."),
+        ("ok", always)),
+    Check.of(SERVER, "text", attrgetter("text"),
+        ("skipped", lambda m: not m.tokens, "no greedy answers"),
+        ("ok", lambda m: not m.other),
+        ("ok", lambda m: m.errors <= _ERRORS * m.tokens / 10, "{m.figure} (ties of bfloat16)"),
+        ("fault", _foreign, "{m.figure}",
+         "The server's text is not this target's: another model, another prompt than was sent, or lossy "
+         "verification{m.unknown}. Drafts for another text are accepted less.",
+         "Compare the server's model with --target (name, revision, files) and its settings; then run again."),
+        ("warning", always, "{m.figure}",
+         "The server's model is near the target: quantised weights or keys, or a fine-tune{m.unknown}.",
+         "Compare the type that the server runs in with the target's; drafts are accepted a little less then.")),
+    Check.of(SERVER, "sampled text", attrgetter("sampled"),
+        ("skipped", lambda m: not m.tokens, "no sampled answers"),
+        ("fault", _unlikely,
+         "{m.tokens} sampled tokens are {m.nats:.2f} nats a token less likely than tokens drawn from the target "
+         "({m.deviations:.0f} standard deviations)",
+         "Sampled text is not drawn from this target's distribution: another model, or verification loses the "
+         "temperature, as in vLLM 0.32 on a CPU (docs/engines.md: vllm-cpu-sampled-drafts). Other checks leave it out.",
+         "Ask at temperature 0, or serve sampled requests without the drafter until the engine is repaired."),
+        ("ok", always,
+         "{m.tokens} sampled tokens are as likely as tokens drawn from the target ({m.likelier:+.2f} nats a token)")),
+    Check.of(SERVER, "with and without drafter", attrgetter("with_and_without"),
+        ("ok", lambda m: not m.different),
+        ("fault", always, "{m.figure}; {m.different} differ elsewhere",
+         "The drafter changes the text: verification is not lossless, or the cache is wrong after a rejection.",
+         "Report it to the engine's makers with this prompt, and serve without the drafter until then.")),
+    Check.of(SERVER, "prompt", attrgetter("prompt"),
+        ("ok", lambda m: m.other is None, "{m.chats} chats are rendered as here"),
+        ("fault", lambda m: m.label is not None, "{m.figure}: {m.label}",
+         "The drafter meets other prompts than it was trained on, and is accepted less.",
+         "Start the server with the same mode and template, or train on prompts as they are served."),
+        ("fault", always, "{m.figure}",
+         "The server has another chat template or system prompt than this target; the drafter was not trained on it.",
+         "Give the server the target's own chat template (--chat-template) and no system prompt of its own.")),
+    Check.of(SERVER, "asked again", attrgetter("asked_again"),
+        ("fault", lambda m: m.less == "again", "{m.figure}",
+         "Prompts that come again are accepted less: the drafter lacks features of what the prefix cache holds.",
+         "Switch the prefix cache off, or use an engine that caches the drafter's keys, too."),
+        ("fault", lambda m: m.less == "together", "{m.figure}",
+         "Requests in one batch are accepted less than alone: the drafter's inputs are mixed up, or one request's "
+         "limit stops drafting for all (docs/engines.md: vllm-context-limit).",
+         "Serve one request at a time (vLLM --max-num-seqs 1) until it is fixed; leave room for two drafts after the "
+         "longest response (--max-model-len)."),
+        ("ok", always)),
+    Check.of(SERVER, "defaults", attrgetter("defaults"),
+        ("ok", lambda m: not m.different,
+         "{m.alike} of {m.compared} greedy texts are the same by the server's defaults"),
+        ("warning", always, "{m.different} of {m.compared} greedy texts differ by the server's defaults{m.first}",
+         "For parameters that clients leave out, the server reads generation_config.json, such as a repetition "
+         "penalty. Drafts are made without it and accepted less (docs/engines.md: penalties).",
+         "Start vLLM with --generation-config vllm, or send repetition_penalty 1 and no other penalties.")),
+    Check.of(SERVER, "draft length", attrgetter("draft_length"),
+        ("ok", lambda m: m.varies and m.slots >= m.gamma,
+         "{m.mean:.1f} drafts a round verified of {m.slots}, chosen round by round"),
+        ("warning", lambda m: 0 < m.slots < m.gamma or (not m.slots and 0 < m.mean < m.gamma - 0.5 - m.ends),
+         "{m.figure}, {m.gamma} in the drafter's block",
+         "The server's settings cut the drafts (llama.cpp drafts 3 by default; docs/engines.md: "
+         "llama-cpp-short-drafts), and with them the accepted length.",
+         "Ask for {m.gamma} (vLLM num_speculative_tokens, SGLang --speculative-num-draft-tokens, llama.cpp "
+         "--spec-draft-n-max), unless fewer were chosen on purpose."),
+        ("warning", lambda m: m.slots and 0 < m.mean < 0.9 * (m.slots - m.ends),
+         "{m.mean:.1f} drafts a round of {m.slots}",
+         "Many drafts are cut short: by a limit of length, a confidence threshold, or the end of short responses.",
+         "Leave room after the longest response (vLLM --max-model-len); lower thresholds (--spec-draft-p-min)."),
+        ("ok", always, "{m.drafts} drafts a round")),
+    Check.of(SERVER, "acceptance", attrgetter("acceptance"),
+        ("fault", lambda m: m.explained and m.cost > _COST),
+        ("warning", lambda m: m.explained),
+        ("warning",
+         lambda m: abs(m.cost) > 2 * _COST and abs(m.expected - m.length) > m.chance
+         and m.expected > 1.05 and not m.foreign,
+         "{m.figure}", "Acceptance is not as expected, and none of the known faults explains it better than chance.",
+         "Examine more prompts (--questions); compare drafts block by block (docs/engines.md)."),
+        ("ok", always)),
+    Check.of(SERVER, "where", attrgetter("where"),
+        ("ok", always)),
 )  # fmt: skip
 
 
