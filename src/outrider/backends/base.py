@@ -213,11 +213,7 @@ class ExternalEngine:
         return []
 
     def check_dialect(self, parts: DrafterWeights, dialect: Dialect) -> None:
-        """Refuse a dialect that the engine reads otherwise than its maker.
-
-        Raises:
-            ValueError: it would serve another drafter than this one.
-        """
+        """Refuse a dialect that the engine reads otherwise than its maker."""
 
     def finish(self, written: ExportedCheckpoint) -> ExportedCheckpoint:
         """The checkpoint with what the engine reads otherwise than the dialect's maker."""
@@ -248,11 +244,7 @@ class ExternalEngine:
         return None
 
     def name_of(self, method: str) -> str:
-        """The engine's name of a method.
-
-        Raises:
-            ValueError: it has none of that kind.
-        """
+        """The engine's name of a method."""
         names = {name: export.name for name, export in self.exports().items() if export.name is not None}
         names |= self.also_drafts
         if method not in names:
@@ -264,19 +256,13 @@ class ExternalEngine:
 
         Args:
             factor: by which the target multiplies its embeddings.
-
-        Raises:
-            ValueError: it has no such method, or cannot serve this drafter; the message is as that of `check`.
         """
         name, config, exports = parts.algorithm, parts.config, self.exports()
         if name not in exports:
             raise ValueError(f"it takes no {name} drafters: train one of {', '.join(exports)} (drafter.algorithm).")
         export = exports[name]
         if factor != 1.0 and not export.scales_embeddings:
-            raise ValueError(
-                f"input_embedding_scale {factor:g} has no place there: the target multiplies embeddings by it, the "
-                f"drafter was trained with that, and its {name} would not be given it; no training changes this."
-            )
+            raise ValueError(f"input_embedding_scale {factor:g} has no place there: its {name} drafters get none.")
         if export.whole_vocabulary and config.draft_vocab_size != config.vocab_size:
             raise ValueError(
                 f"draft_vocab_size {config.draft_vocab_size} has no place there; its {name} drafts from all "
@@ -333,50 +319,29 @@ class ExternalEngine:
 
 
 def require(parts: DrafterWeights, field: str, value: object, reason: str) -> None:
-    """Refuse a drafter whose config has another value of a field than the engine serves.
-
-    Raises:
-        ValueError: names the field, its value, the reason and the value to train with.
-    """
+    """Refuse a drafter whose config has another value of a field than the engine serves."""
     if (own := getattr(parts.config, field)) != value:
         given, needed = (json.dumps(x) for x in (own, value))
         raise ValueError(f"{field} {given} is not served there; {reason}: train with drafter.{field}={needed}.")
 
 
 def check_sequential_head(parts: DrafterWeights) -> None:
-    """Refuse DSpark without a sequential head.
-
-    Raises:
-        ValueError: the drafter has none.
-    """
+    """Refuse DSpark without a sequential head."""
     if parts.algorithm == "dspark" and parts.config.markov_rank == 0:
-        raise ValueError(
-            "markov_rank 0 has no place there; its DSpark needs a sequential head: train with drafter.markov_rank=64."
-        )
+        raise ValueError("markov_rank 0 has no place there: train with drafter.markov_rank=64.")
 
 
 def check_vanilla_head(parts: DrafterWeights) -> None:
-    """Refuse DSpark without the vanilla sequential head, the first of three and the only one served there.
-
-    Raises:
-        ValueError: the drafter has another one, or none.
-    """
+    """Refuse DSpark without the vanilla sequential head, the first of three and the only one served there."""
     check_sequential_head(parts)
     if parts.algorithm == "dspark":
         require(parts, "markov_head_type", "vanilla", reason="its DSpark has that sequential head alone")
 
 
 def check_targets_vocabulary(parts: DrafterWeights) -> None:
-    """Refuse an LM head or embedding of the drafter's own: these engines take the target's.
-
-    Raises:
-        ValueError: the drafter has one.
-    """
+    """Refuse an LM head or embedding of the drafter's own: these engines take the target's."""
     if parts.head_VdH is not None or parts.embedding_VH is not None:
-        raise ValueError(
-            "lm_head.weight and embed_tokens.weight of the drafter's own have no place there; the target's are used: "
-            "train a drafter here, whose head and embedding are the target's."
-        )
+        raise ValueError("lm_head.weight, embed_tokens.weight of the drafter's own have no place there: train without.")
 
 
 def causal_in_sliding_layers_alone(parts: DrafterWeights) -> bool:

@@ -52,8 +52,7 @@ def target_facts(id_or_dir: str, dtype: torch.dtype) -> TargetFacts:
     head_VH = _tensor(directory, "lm_head.weight")
     if embedding_VH is None:
         raise ValueError(
-            f"{directory}: no tensor is named *embed_tokens.weight, and exports need the target's embedding: save the "
-            "target as Hugging Face does (save_pretrained)."
+            f"{directory}: no tensor is named *embed_tokens.weight; save the target by transformers' save_pretrained."
         )
     return TargetFacts(
         name_or_path=loadable_name(id_or_dir),
@@ -66,11 +65,7 @@ def target_facts(id_or_dir: str, dtype: torch.dtype) -> TargetFacts:
 
 
 def check_target(parts: DrafterWeights, target: TargetFacts) -> None:
-    """Refuse a target of other shapes than the drafter was made for.
-
-    Raises:
-        ValueError: it was not.
-    """
+    """Refuse a target of other shapes than the drafter was made for."""
     config = parts.config
     vocab, hidden = target.embedding_VH.shape
     for name, theirs in (("vocab_size", vocab), ("hidden_size", hidden), ("num_target_layers", target.num_layers)):
@@ -83,11 +78,7 @@ def check_target(parts: DrafterWeights, target: TargetFacts) -> None:
 
 
 def embedding_factor(id_or_dir: str) -> float:
-    """The factor by which a target multiplies its embeddings, from its config.json alone.
-
-    Raises:
-        ValueError: no such model.
-    """
+    """The factor by which a target multiplies its embeddings, from its config.json alone."""
     raw = read_mapping(resolve_model(id_or_dir, weights=False) / "config.json")
     return _embedding_scale(raw.get("text_config") or raw, torch.float32)
 
@@ -158,11 +149,7 @@ def export_drafter(
 
 
 def to_export(checkpoint: Checkpoint, target: TargetFacts, dtype: torch.dtype = torch.float32) -> DrafterWeights:
-    """A drafter's weights in `dtype`, without what is only a copy of the target's tensors.
-
-    Raises:
-        ValueError: the target is another one.
-    """
+    """A drafter's weights in `dtype`, without what is only a copy of the target's tensors."""
     parts = checkpoint.weights.folded(dtype)
     check_target(parts, target)
     return parts.without_copies(target.head_VH, target.embedding_VH)
@@ -234,22 +221,8 @@ def model_card(
 # ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A drafter to export, and the target that it is for."""
-
-    directory: Path
-    checkpoint: Checkpoint
-    target: TargetFacts
-    dtype: torch.dtype
-
-
-def _source(config: ExportConfig) -> _Source:
-    """Read the drafter, and what an export states about its target.
-
-    Raises:
-        ValueError: no such drafter or target, or it does not say which target it is for.
-    """
+def _read(config: ExportConfig) -> tuple[Checkpoint, TargetFacts, torch.dtype]:
+    """The drafter, what an export states about its target, and the type that both are written in."""
     drafter, dtype = packaged(config.drafter, "models"), getattr(torch, config.dtype)
     raw, _ = read_config(drafter)
     name = config.target or named_target(raw, read_metadata(drafter))
@@ -260,25 +233,19 @@ def _source(config: ExportConfig) -> _Source:
     except ValueError as error:
         hint = "" if config.target else f" {drafter} names this target: give another with --target."
         raise ValueError(f"{error}{hint}") from error
-    checkpoint = load_checkpoint(drafter, num_target_layers=target.num_layers)
-    return _Source(drafter, checkpoint, target=target, dtype=dtype)
+    return load_checkpoint(drafter, num_target_layers=target.num_layers), target, dtype
 
 
 def run_export(config: ExportConfig) -> Exported:
-    """Write a drafter for the engine `config.to`.
-
-    Raises:
-        ValueError: see `export_drafter`.
-    """
+    """Write a drafter for the engine `config.to`."""
     assert config.to is not None and config.out is not None
-    engine, source = engine_of(config.to), _source(config)
-    return export_drafter(source.checkpoint, engine, config.out, target=source.target, dtype=source.dtype)
+    engine, (checkpoint, target, dtype) = engine_of(config.to), _read(config)
+    return export_drafter(checkpoint, engine, config.out, target=target, dtype=dtype)
 
 
 def offers(config: ExportConfig) -> dict[str, str]:
     """By engine, the options that export the drafter for it, or why it cannot be."""
-    source = _source(config)
-    reasons = refusals(to_export(source.checkpoint, source.target, source.dtype), source.target)
-    return {
-        name: reason or f"--to {name} --out OUT writes {source.directory} for it." for name, reason in reasons.items()
-    }
+    checkpoint, target, dtype = _read(config)
+    directory = packaged(config.drafter, "models")
+    reasons = refusals(to_export(checkpoint, target, dtype), target)
+    return {name: reason or f"--to {name} --out OUT writes {directory} for it." for name, reason in reasons.items()}

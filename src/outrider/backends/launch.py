@@ -82,9 +82,6 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
     Args:
         environment: added to this process's own.
-
-    Raises:
-        ValueError: the command is not there.
     """
     try:
         os.execvpe(command[0], list(command), _environment(environment))
@@ -96,11 +93,7 @@ _FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[
 
 
 def check_installed(command: Sequence[str]) -> None:
-    """Refuse a command that is not there, or `PYTHON -m MODULE ...` whose python does not have the module's package.
-
-    Raises:
-        ValueError: so it is, or there is no such python.
-    """
+    """Refuse a command that is not there, or `PYTHON -m MODULE ...` whose python does not have the module's package."""
     if command[1:2] != ["-m"]:
         if shutil.which(command[0]) is None:
             raise ValueError(f"{command[0]} is no program: neither a path of one nor a name of one in $PATH.")

@@ -43,11 +43,7 @@ class LlamaCpp(ExternalEngine):
         "dspark": Export(DeepSpec(), "draft-dspark", scales_embeddings=True),
     }
     calibration = "reads no confidences unless it is told to (--spec-draft-p-min), and then as they are"
-    also_drafts = {
-        "eagle3": "draft-eagle3",
-        "lm": "",  # a language model is what it drafts with anyway
-        "ngram": "ngram-simple",
-    }
+    also_drafts = {"eagle3": "draft-eagle3", "lm": "", "ngram": "ngram-simple"}  # "": a language model is its default
     gguf = True
     metrics = MetricNames.counters("llamacpp")
     request_fields = {"repeat_penalty": 1.0, **NO_PENALTIES}
@@ -59,26 +55,18 @@ class LlamaCpp(ExternalEngine):
         config = parts.config
         if max(config.target_layer_ids) >= config.num_target_layers - 1:
             raise ValueError(
-                f"target_layer_ids {list(config.target_layer_ids)} reach the last layer, whose output its graphs do "
-                "not give: train with earlier ones (drafter.target_layer_ids)."
+                f"target_layer_ids {list(config.target_layer_ids)} reach the last layer: train with earlier ones."
             )
         if getattr(config, "enable_confidence_head", False) and not config.confidence_head_with_markov:
-            raise ValueError(
-                "confidence_head_with_markov false has no place in its confidence head: train with "
-                "drafter.confidence_head_with_markov=true."
-            )
+            raise ValueError("confidence_head_with_markov false has no place there: train with it true.")
         if causal_in_sliding_layers_alone(parts):
-            raise ValueError(
-                "is_causal null (sliding layers alone) has no place there; it has one answer for all layers: train "
-                "with drafter.is_causal=false or true."
-            )
+            raise ValueError("is_causal null (sliding layers alone) has no place there: train with false or true.")
         if parts.algorithm == "dflash2":
             pairs = config.selector_top_k * (config.selector_top_k + 1)
             if pairs > config.hidden_size:
                 raise ValueError(
-                    f"selector_top_k {config.selector_top_k} does not fit; its selector keeps {pairs} numbers a "
-                    f"position in a row of hidden_size {config.hidden_size}: train with a smaller "
-                    "drafter.selector_top_k."
+                    f"selector_top_k {config.selector_top_k} does not fit; its selector keeps {pairs} numbers in a row "
+                    f"of hidden_size {config.hidden_size}: train with a smaller drafter.selector_top_k."
                 )
         return []
 
@@ -102,23 +90,15 @@ class LlamaCpp(ExternalEngine):
         ]
 
     def command(self, launch: Launch) -> list[str]:
-        """See `ExternalEngine`; the context is that of all users together.
-
-        Raises:
-            ValueError: target or drafter is no GGUF file.
-        """
+        """See `ExternalEngine`; the context is that of all users together."""
         for path in (launch.target, launch.speculation.drafter if launch.speculation else None):
             if path is not None and not path.endswith(".gguf"):
                 raise ValueError(
-                    f"llama.cpp reads GGUF files, not {path}: convert target and drafter (outrider export DIR --to "
-                    "llama.cpp --out OUT says how) and name them: --engine-target T.gguf --engine-drafter D.gguf."
+                    f"llama.cpp reads GGUF files, not {path}: convert it (outrider export DIR --to llama.cpp --out OUT "
+                    "says how), and give --engine-target T.gguf --engine-drafter D.gguf."
                 )
-        command = [launch.executable or "llama-server", "-m", launch.target]
-        command += [
-            *launch.flags(host="--host", port="--port", name="--alias"),
-            "--metrics",
-            *launch.flags(users="-np"),
-        ]
+        command = [launch.executable or "llama-server", "-m", launch.target, "--metrics"]
+        command += launch.flags(host="--host", port="--port", name="--alias", users="-np")
         if launch.users is not None and launch.positions is not None:
             command += ["-c", str(launch.users * launch.positions)]
         command += [] if launch.prompt_cache else ["--no-cache-prompt"]

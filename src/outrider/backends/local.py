@@ -85,9 +85,6 @@ def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost
         gamma: most tokens the drafter drafts; of a tree drafter, the nodes.
         threshold: what the drafter was found to serve best with, if anything.
         cost: of steps on this machine; only adaptive variants need it.
-
-    Raises:
-        ValueError: unknown, or it needs what is not there.
     """
     if name == NO_SPECULATION:
         return Variant(name, 0, FixedPolicy())
@@ -141,9 +138,6 @@ def match_variants(names: Sequence[str] | None, drafters: Mapping[str, Kinds]) -
 
     Args:
         names: KIND for every drafter that allows it, DRAFTER/KIND for one; None: the defaults of all.
-
-    Raises:
-        ValueError: no such drafter.
     """
     if names is None:
         asked = [(name, kind) for name, kinds in drafters.items() for kind in kinds.defaults]
@@ -195,11 +189,7 @@ class NamedDrafter:
 
 
 def choose_variants(drafters: Sequence[NamedDrafter], names: Sequence[str] | None) -> list[tuple[Drafter, Variant]]:
-    """The variants of those names (`match_variants`), each with its drafter; the one without speculation first.
-
-    Raises:
-        ValueError: no such drafter or variant, or it needs what is not there.
-    """
+    """The variants of those names (`match_variants`), each with its drafter; the one without speculation first."""
     by_name = {one.name: one for one in drafters}
     plain = build_variant(NO_SPECULATION, 0, None, cost=None)
     chosen = match_variants(names, {name: one.kinds for name, one in by_name.items()})

@@ -122,11 +122,7 @@ class Endpoint:
         return f"{self.root}/v1"
 
     def get(self, url: str) -> httpx.Response:
-        """A page of the server.
-
-        Raises:
-            httpx.HTTPError: it does not answer.
-        """
+        """A page of the server."""
         return httpx.get(url, headers=self._headers, timeout=_CONNECT_SECONDS, verify=_certificates())
 
     def client(self, timeout: float) -> OpenAIClient:
@@ -165,11 +161,7 @@ class Endpoint:
 
 
 def served_model(endpoints: Sequence[Endpoint]) -> str:
-    """The model to ask for: the one that is named, or that the servers list.
-
-    Raises:
-        ValueError: none is named and no server lists one, or they list different ones.
-    """
+    """The model to ask for: the one that is named, or that the servers list."""
     models: dict[str, str] = {}
     for endpoint in endpoints:
         if endpoint.model is not None:

@@ -70,18 +70,8 @@ class SpeculatorsLibrary(ExternalEngine):
         return VLLM().serve(parts, directory, target)
 
 
-_SERVERS: tuple[ExternalEngine, ...] = (
-    VLLM(),
-    SGLang(),
-    LlamaCpp(),
-)
-ENGINES: tuple[ExternalEngine, ...] = (
-    OpenAICompatible(_SERVERS),
-    *_SERVERS,
-    ZLabPackage(),
-    DeepSpecCode(),
-    SpeculatorsLibrary(),
-)
+_SERVERS: tuple[ExternalEngine, ...] = (VLLM(), SGLang(), LlamaCpp())
+ENGINES = (OpenAICompatible(_SERVERS), *_SERVERS, ZLabPackage(), DeepSpecCode(), SpeculatorsLibrary())
 
 
 def exporters() -> list[ExternalEngine]:
@@ -111,20 +101,12 @@ def export_table() -> list[list[str]]:
 
 
 def engine_of(name: str) -> ExternalEngine:
-    """The engine of that name, as in `--to`.
-
-    Raises:
-        ValueError: there is none that drafters can be written for.
-    """
+    """The engine of that name that drafters can be written for, as in `--to`."""
     return _named(exporters(), "--to", name)
 
 
 def server_of(name: str) -> ExternalEngine:
-    """The engine of that name, as in `--backend`.
-
-    Raises:
-        ValueError: there is none that serves over HTTP.
-    """
+    """The engine of that name that serves over HTTP, as in `--backend`."""
     return _named(servers(), "--backend", name)
 
 

@@ -40,15 +40,8 @@ from outrider.checkpoints.registry import Export
 from outrider.drafters.base import DrafterWeights
 
 CALIBRATION_FILE, TABLE_FILE = "confidence_sts.json", "sps_table.json"
-_IN_SECTION = (
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-)
+_IN_SECTION = ("block_size", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type")
+_IN_SECTION += ("enable_confidence_head", "confidence_head_with_markov")
 
 
 class SGLang(ExternalEngine):
@@ -75,24 +68,17 @@ class SGLang(ExternalEngine):
                 if getattr(config, name):
                     raise ValueError(f"{name} true has no place in its EAGLE-3 model: train without it.")
             if len(config.target_layer_ids) != 3:
-                raise ValueError(
-                    f"target_layer_ids {list(config.target_layer_ids)} must be three; its EAGLE-3 fuses three: train "
-                    "with three (drafter.target_layer_ids)."
-                )
+                raise ValueError(f"target_layer_ids {list(config.target_layer_ids)} must be three: train with three.")
             return []
         check_sequential_head(parts)
         if parts.algorithm == "dspark":
             require(parts, "sample_from_anchor", True, reason="its DSpark blocks draft from the anchor")
         if any(pattern.causal != (pattern.window is not None) for pattern in getattr(config, "attention_patterns", ())):
             raise ValueError(
-                f"is_causal {config.is_causal} is not heeded there; block rows see those after them in layers without "
-                "a window, and only there: train like that (drafter.is_causal)."
+                f"is_causal {config.is_causal} is not heeded there: rows see later ones in layers without window alone."
             )
         if not getattr(config, "plain_logits", True):
-            raise ValueError(
-                "whether output_multiplier and final_logit_softcapping are heeded is not known; drafters trained here "
-                "have neither."
-            )
+            raise ValueError("whether output_multiplier and final_logit_softcapping are heeded is not known.")
         return []
 
     def finish(self, written: ExportedCheckpoint) -> ExportedCheckpoint:
@@ -181,25 +167,13 @@ def write_confidence_sts(
     Args:
         offsets: must all be 0; fit temperatures alone for this file (evaluation/calibration/fit.py).
         ece_before: of the raw survival per position; `ece_after` with these temperatures.
-
-    Raises:
-        ValueError: an offset, or a temperature that is not above 0.
     """
     if any(offsets):
-        raise ValueError(
-            f"offsets {list(offsets)} cannot be expressed for SGLang, which knows temperatures only: "
-            "fit temperatures alone for it (outrider calibrate --export-sglang does)."
-        )
+        raise ValueError(f"offsets {list(offsets)} must all be 0: fit temperatures alone for SGLang.")
     if not temperatures or min(temperatures) <= 0:
         raise ValueError(f"temperatures {list(temperatures)} must be numbers above 0, one per draft position.")
-    fields = {
-        "temperatures": list(temperatures),
-        "dataset": dataset,
-        "num_samples": num_samples,
-        "ece_before": list(ece_before),
-        "ece_after": list(ece_after),
-    }
-    _write(path, fields)
+    fields = {"temperatures": list(temperatures), "dataset": dataset, "num_samples": num_samples}
+    _write(path, {**fields, "ece_before": list(ece_before), "ece_after": list(ece_after)})
 
 
 def write_sps_table(path: Path, curve: Sequence[tuple[int, float]]) -> None:
@@ -207,9 +181,6 @@ def write_sps_table(path: Path, curve: Sequence[tuple[int, float]]) -> None:
 
     Args:
         curve: (tokens in a target forward, seconds it takes), tokens strictly increasing from 1 or more.
-
-    Raises:
-        ValueError: empty, not increasing, or seconds that are not above 0.
     """
     tokens, seconds = [n for n, _ in curve], [s for _, s in curve]
     if not curve or tokens[0] < 1 or any(b <= a for a, b in pairwise(tokens)):

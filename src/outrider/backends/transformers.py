@@ -91,9 +91,6 @@ class HfDecoder:
 def load_causal_lm(id_or_dir: str, device: str | torch.device, dtype: torch.dtype) -> Any:
     """Load a model by transformers, without its generation settings: a penalty there would make another text than
     the target's likeliest.
-
-    Raises:
-        ValueError: it cannot be found, or is damaged (see `load_model`).
     """
     path = resolve_model(id_or_dir)
     model = load_model(model_config(path), path, dtype)

@@ -61,10 +61,7 @@ class VLLM(ExternalEngine):
         if parts.algorithm == "dflash":
             require(parts, "sample_from_anchor", False, reason="its DFlash drafts from masks alone")
         if not getattr(parts.config, "plain_logits", True):
-            raise ValueError(
-                "output_multiplier and final_logit_softcapping are not heeded there; its DFlash drafts with the head's "
-                "own logits, as drafters trained here do."
-            )
+            raise ValueError("output_multiplier and final_logit_softcapping are not heeded there.")
         if getattr(parts.config, "layer_types", ()):
             return ["vLLM mixes sliding and full layers in its model runner V2 alone (VLLM_USE_V2_MODEL_RUNNER=1)."]
         if parts.algorithm == "medusa":
@@ -72,16 +69,11 @@ class VLLM(ExternalEngine):
         return []
 
     def check_dialect(self, parts: DrafterWeights, dialect: Dialect) -> None:
-        """Refuse speculators' dialect for causal sliding layers beside full ones: vLLM applies its flag to all layers.
-
-        Raises:
-            ValueError: full layers would become causal.
-        """
+        """Refuse speculators' dialect for causal sliding layers alone: vLLM applies its flag to all layers."""
         causal_sliding = parts.algorithm != "dspark" and causal_in_sliding_layers_alone(parts)
         if dialect.name == "speculators" and causal_sliding:
             raise ValueError(
-                "is_causal null (sliding layers alone) would become true for all layers in speculators' dialect; "
-                "z-lab's is the one that vLLM reads right (outrider export DIR --to zlab --out OUT)."
+                "is_causal null would become true for all layers in speculators' dialect: outrider export --to zlab."
             )
 
     def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:

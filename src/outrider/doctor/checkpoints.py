@@ -115,11 +115,7 @@ class Inputs:
 
     @property
     def first_turns(self) -> list[Reply]:
-        """Up to 200 first replies, evenly spread.
-
-        Raises:
-            NotMeasured: there is none.
-        """
+        """Up to 200 first replies, evenly spread."""
         first = [r for r in self.replies if r.turn == 0]
         if not first:
             raise NotMeasured("the data has no first turns")

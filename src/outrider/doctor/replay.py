@@ -217,45 +217,39 @@ def faults(probe: Probe, others: Mapping[str, DrafterWeights], slots: int) -> li
     """
     backbone = probe.drafter.block_backbone()
     blocks = [] if backbone is None else _of_blocks(probe, backbone, slots)
-    table = [*_of_features(probe), *_of_vocabulary(probe), *blocks, *_of_weights(probe, others)]
-    return [fault for fault in table if fault.variants]
+    rows = [*_of_features(probe), *_of_vocabulary(probe), *blocks, *_of_weights(probe, others)]
+    return [Fault(*row) for row in rows if row[1]]
 
 
-def _of_features(probe: Probe) -> list[Fault]:
+_Row = tuple[Any, ...]  # the fields of a Fault; without variants the drafter cannot have it
+
+
+def _of_features(probe: Probe) -> list[_Row]:
     layers = probe.aux_layers
     if not layers:
         return []
+    shifted = (
+        Variant("features one token late", features=lambda aux, _: torch.cat((aux[:1], aux[:-1]))),
+        Variant("features one token early", features=lambda aux, _: torch.cat((aux[1:], aux[-1:]))),
+        Variant("nothing of the prompt (prefix cache)", features=_without_prompt),
+        Variant("features of zeros", features=lambda aux, _: torch.zeros_like(aux)),
+        Variant("features of other tokens", shuffled=True),
+    )
     return [
-        Fault(
-            "aux layers",
-            neighbouring_layers(layers, probe.target),
-            "The server takes the hidden states of neighbouring layers: conventions differ by one.",
-            remedy=f"Make the server read the outputs of decoder layers {list(layers)}, counted from 0 (outrider "
-            "export).",
-        ),
-        Fault(
-            "order of aux layers",
-            other_orders(layers),
-            "The hidden states of the aux layers reach the drafter in another order than in training.",
-            remedy=f"Concatenate them in the order {list(layers)}.",
-        ),
-        Fault(
-            "features",
-            (
-                Variant("features one token late", features=lambda aux, _: torch.cat((aux[:1], aux[:-1]))),
-                Variant("features one token early", features=lambda aux, _: torch.cat((aux[1:], aux[-1:]))),
-                Variant("nothing of the prompt (prefix cache)", features=_without_prompt),
-                Variant("features of zeros", features=lambda aux, _: torch.zeros_like(aux)),
-                Variant("features of other tokens", shuffled=True),
-            ),
-            "The drafter's context is not the text's hidden states: shifted, missing, or without a cached prompt.",
-            remedy="Switch the prefix cache off and ask again (vLLM --no-enable-prefix-caching, SGLang "
-            "--disable-radix-cache); else compare the rows that reach the drafter with the tokens.",
-        ),
-    ]
+        ("aux layers", neighbouring_layers(layers, probe.target),
+         "The server takes the hidden states of neighbouring layers: conventions differ by one.",
+         f"Make the server read the outputs of decoder layers {list(layers)}, counted from 0 (outrider export)."),
+        ("order of aux layers", other_orders(layers),
+         "The hidden states of the aux layers reach the drafter in another order than in training.",
+         f"Concatenate them in the order {list(layers)}."),
+        ("features", shifted,
+         "The drafter's context is not the text's hidden states: shifted, missing, or without a cached prompt.",
+         "Switch the prefix cache off and ask again (vLLM --no-enable-prefix-caching, SGLang --disable-radix-cache); "
+         "else compare the rows that reach the drafter with the tokens."),
+    ]  # fmt: skip
 
 
-def _of_vocabulary(probe: Probe) -> list[Fault]:
+def _of_vocabulary(probe: Probe) -> list[_Row]:
     ids_Vd = probe.weights.draft_ids_Vd
     if ids_Vd is None:
         return []
@@ -273,16 +267,13 @@ def _of_vocabulary(probe: Probe) -> list[Fault]:
         for keeps_head in (True, False)
     ]
     return [
-        Fault(
-            "reduced vocabulary",
-            variants,
-            "The server takes rows of the draft head for other tokens than they stand for.",
-            remedy="Export the drafter again (outrider export): d2t holds offsets in one dialect, ids in another.",
-        )
-    ]
+        ("reduced vocabulary", variants,
+         "The server takes rows of the draft head for other tokens than they stand for.",
+         "Export the drafter again (outrider export): d2t holds offsets in one dialect, ids in another."),
+    ]  # fmt: skip
 
 
-def _of_blocks(probe: Probe, drafter: DFlash, slots: int) -> list[Fault]:
+def _of_blocks(probe: Probe, drafter: DFlash, slots: int) -> list[_Row]:
     target = probe.target
     config, longest = drafter.config, max(len(sample.tokens) for sample in probe.samples)
     flipped, causal = not config.sample_from_anchor, not config.is_causal
@@ -290,104 +281,68 @@ def _of_blocks(probe: Probe, drafter: DFlash, slots: int) -> list[Fault]:
     widths = _WINDOWS if config.layer_types else (None, *_WINDOWS)
     windows = [w for w in widths if w != config.sliding_window and (w is None or config.block_size <= w < longest)]
     first_norm = [Variant("the first layer's k_norm in all layers", module=_with_first_norm)]
+    bases = (
+        *other_bases(target, config.rope_theta),
+        *(Variant(f"linear scaling by {factor}", stretch=1 / factor) for factor in _SCALINGS),
+        Variant("pairs of neighbours rotated (interleaved), not halves", module=_interleaved),
+    )
     return [
-        Fault(
-            "mask token",
-            other_masks(target, config.mask_token_id),
-            "The masked rows of a block are filled with another token than in training.",
-            remedy=f"Set mask_token_id to {config.mask_token_id} in the config.json that the server loads.",
-        ),
-        Fault(
-            "block layout",
-            [Variant(f"sample_from_anchor={flipped}", layout)],
-            "Every draft is read from the neighbouring row of the block.",
-            remedy=f"Set sample_from_anchor to {str(config.sample_from_anchor).lower()}, or name the method with this "
-            "layout.",
-        ),
-        Fault(
-            "attention inside the block",
-            [Variant("causal" if causal else "bidirectional", {"is_causal": causal})],
-            "Rows of a block see other rows than in training (causal against bidirectional attention).",
-            remedy=f"Set is_causal to {str(config.is_causal).lower()} in its config.json, and choose an attention "
-            "backend "
-            "that honours it (docs/engines.md: attention-in-a-block).",
-        ),
-        Fault(
-            "position ids",
-            [Variant(f"positions of the block {step:+d}", offset=step) for step in (-1, 1)],
-            "Rows of a block stand at other positions than their tokens, relative to the context.",
-            remedy="Give the anchor's row the anchor's position in the text, counted from 0, and each row the next "
-            "one.",
-        ),
-        Fault(
-            "RoPE base",
-            (
-                *other_bases(target, config.rope_theta),
-                *(Variant(f"linear scaling by {factor}", stretch=1 / factor) for factor in _SCALINGS),
-                Variant("pairs of neighbours rotated (interleaved), not halves", module=_interleaved),
-            ),
-            "Rotary positions have another base, scaling or layout than in training: worse the longer the context.",
-            remedy=f"Set rope_theta to {config.rope_theta:g} (also inside rope_parameters) in the config.json that the "
-            "server "
-            "loads; no loader checks it (docs/engines.md: wrong-shapes-load).",
-        ),
-        Fault(
-            "window",
-            [Variant(f"window {w or 'none'}", {"sliding_window": w}) for w in windows],
-            "The drafter sees another stretch of the context than in training.",
-            remedy=f"Set sliding_window to {config.sliding_window or 'null'} in the config.json that the server loads.",
-        ),
-        Fault(
-            "norms of context keys",
-            first_norm if len(drafter.layers) > 1 else (),
-            "Context keys of all layers are normed with the first layer's weights, as in vLLM 0.32's DFlash on CPUs.",
-            remedy="Use a drafter of one layer there, or an engine whose kernel reads every row (docs/engines.md: "
-            "vllm-dflash-cpu-norms); the text is right all the same.",
-        ),
-    ]
+        ("mask token", other_masks(target, config.mask_token_id),
+         "The masked rows of a block are filled with another token than in training.",
+         f"Set mask_token_id to {config.mask_token_id} in the config.json that the server loads."),
+        ("block layout", [Variant(f"sample_from_anchor={flipped}", layout)],
+         "Every draft is read from the neighbouring row of the block.",
+         f"Set sample_from_anchor to {str(config.sample_from_anchor).lower()}, or name the method with this layout."),
+        ("attention inside the block", [Variant("causal" if causal else "bidirectional", {"is_causal": causal})],
+         "Rows of a block see other rows than in training (causal against bidirectional attention).",
+         f"Set is_causal to {str(config.is_causal).lower()} in its config.json, and choose an attention backend that "
+         "honours it (docs/engines.md: attention-in-a-block)."),
+        ("position ids", [Variant(f"positions of the block {step:+d}", offset=step) for step in (-1, 1)],
+         "Rows of a block stand at other positions than their tokens, relative to the context.",
+         "Give the anchor's row the anchor's position in the text, counted from 0, and each row the next one."),
+        ("RoPE base", bases,
+         "Rotary positions have another base, scaling or layout than in training: worse the longer the context.",
+         f"Set rope_theta to {config.rope_theta:g} (also inside rope_parameters) in the config.json that the server "
+         "loads; no loader checks it (docs/engines.md: wrong-shapes-load)."),
+        ("window", [Variant(f"window {w or 'none'}", {"sliding_window": w}) for w in windows],
+         "The drafter sees another stretch of the context than in training.",
+         f"Set sliding_window to {config.sliding_window or 'null'} in the config.json that the server loads."),
+        ("norms of context keys", first_norm if len(drafter.layers) > 1 else (),
+         "Context keys of all layers are normed with the first layer's weights, as in vLLM 0.32's DFlash on CPUs.",
+         "Use a drafter of one layer there, or an engine whose kernel reads every row (docs/engines.md: "
+         "vllm-dflash-cpu-norms); the text is right all the same."),
+    ]  # fmt: skip
 
 
-def _of_weights(probe: Probe, others: Mapping[str, DrafterWeights]) -> list[Fault]:
+def _of_weights(probe: Probe, others: Mapping[str, DrafterWeights]) -> list[_Row]:
     scale = probe.target.embed_scale
     factor = 1 / scale if scale != 1.0 else probe.target.hidden_size**0.5
     headless = [Variant("without the sequential head", module=_without_sequential_head)]
+    weights = (
+        Variant(f"weights rounded to {_BITS} bits", module=_rounded),
+        *(Variant(name, module=partial(_other, weights.module)) for name, weights in others.items()),
+        Variant(f"LM head rounded to {_BITS} bits", head=_rounded_rows),
+        Variant("last draft layer not loaded", module=_without_last_layer),
+        *_of_tensors(probe),
+    )
     return [
-        Fault(
-            "sequential head",
-            headless if getattr(probe.drafter, "markov_head", None) is not None else (),
-            "The engine drafts with the parallel logits alone: it took the drafter for DFlash, or dropped markov_w1, "
-            "markov_w2.",
-            remedy="Name the method dspark, in an engine that knows the head (docs/engines.md).",
-        ),
-        Fault(
-            "embedding scale",
-            [Variant(f"embeddings times {factor:g}", embedding=factor)],
-            "Embeddings have another factor than in training (Gemma's sqrt(hidden_size) is the usual one).",
-            remedy="Export the drafter again (outrider export): input_embedding_scale is written, and must be read.",
-        ),
-        Fault(
-            "weights",
-            (
-                Variant(f"weights rounded to {_BITS} bits", module=_rounded),
-                *(Variant(name, module=partial(_other, weights.module)) for name, weights in others.items()),
-                Variant(f"LM head rounded to {_BITS} bits", head=_rounded_rows),
-                Variant("last draft layer not loaded", module=_without_last_layer),
-                *_of_tensors(probe),
-            ),
-            "The server drafts with other weights: another checkpoint, a quantised copy, or tensors that its loader "
-            "skipped (docs/engines.md: vllm-medusa-biases, llama-cpp-dspark-head).",
-            remedy="Compare the server's directory with this one (dates, hashes), and look in its log for tensors not "
-            "loaded.",
-        ),
-        Fault(
-            "sampling on one side",
-            [Variant("drafts drawn, the target's token compared")],
-            "Drafts drawn from p_d are compared with the target's token: acceptance is sum p_d p_t instead of sum "
-            "min(p_d, p_t).",
-            remedy="Draft greedily (the likeliest token), or verify with min(1, p_t / p_d) and the residual.",
-            mode="compared",
-        ),
-    ]
+        ("sequential head", headless if getattr(probe.drafter, "markov_head", None) is not None else (),
+         "The engine drafts with the parallel logits alone: it took the drafter for DFlash, or dropped markov_w1, "
+         "markov_w2.",
+         "Name the method dspark, in an engine that knows the head (docs/engines.md)."),
+        ("embedding scale", [Variant(f"embeddings times {factor:g}", embedding=factor)],
+         "Embeddings have another factor than in training (Gemma's sqrt(hidden_size) is the usual one).",
+         "Export the drafter again (outrider export): input_embedding_scale is written, and must be read."),
+        ("weights", weights,
+         "The server drafts with other weights: another checkpoint, a quantised copy, or tensors that its loader "
+         "skipped (docs/engines.md: vllm-medusa-biases, llama-cpp-dspark-head).",
+         "Compare the server's directory with this one (dates, hashes), and look in its log for tensors not loaded."),
+        ("sampling on one side", [Variant("drafts drawn, the target's token compared")],
+         "Drafts drawn from p_d are compared with the target's token: acceptance is sum p_d p_t instead of sum "
+         "min(p_d, p_t).",
+         "Draft greedily (the likeliest token), or verify with min(1, p_t / p_d) and the residual.",
+         "compared"),
+    ]  # fmt: skip
 
 
 def _of_tensors(probe: Probe) -> list[Variant]:

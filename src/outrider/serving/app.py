@@ -80,9 +80,6 @@ class Server:
     Attributes:
         piece: from a token to its own text.
         closing: whether the process that serves is to end, which ends what would go on for ever.
-
-    Raises:
-        ValueError: the target has no tokenizer.
     """
 
     def __init__(self, worker: Worker, name: str, limits: Limits | None = None, thinking: bool = False) -> None:
@@ -112,11 +109,7 @@ class Server:
     async def tokens_of_chat(
         self, request: ChatRequest | TokenizeRequest, tools: Sequence[dict[str, Any]]
     ) -> list[int]:
-        """A chat's prompt as the target's template writes it.
-
-        Raises:
-            ValueError: the template cannot express it.
-        """
+        """A chat's prompt as the target's template writes it."""
         thinking = request.chat_template_kwargs.enable_thinking
         messages = tuple(message.plain() for message in request.messages)
         write = partial(render, tools=tools, thinking=self.thinking if thinking is None else thinking)
@@ -124,11 +117,7 @@ class Server:
         return tokens
 
     def call_format(self, tools: Sequence[dict[str, Any]]) -> Format | None:
-        """The form of tool calls that the target's chat template asks for; None without tools.
-
-        Raises:
-            ValueError: it is another form than those that are read here.
-        """
+        """The form of tool calls that the target's chat template asks for; None without tools."""
         format = format_of(template_of(self.tokenizer, tools)) if tools else None
         if tools and format is None:
             raise ValueError("tools: calls in the form that this target's chat template asks for are not read here.")
@@ -151,11 +140,7 @@ class Server:
         return str(await self._in_thread(partial(self.tokenizer.decode, list(tokens))))
 
     def new_tokens(self, prompt: Sequence[int], max_tokens: int | None) -> int:
-        """How many tokens a response may have.
-
-        Raises:
-            ValueError: `max_tokens` are more than fit, or none fits.
-        """
+        """How many tokens a response may have."""
         config = self.worker.engine.config
         fitting = min(self.target.max_context, config.num_blocks * config.block_size) - len(prompt)
         if fitting < 1 or (max_tokens or 1) > fitting:
@@ -539,9 +524,6 @@ def _prepare(
 
     Args:
         parser: makes the reader of a choice's tool calls; None without tools.
-
-    Raises:
-        ValueError: a prompt, a limit or a parameter that cannot be served.
     """
     most = request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:

@@ -79,11 +79,7 @@ class ServeConfig(Config):
 
 
 def require_packages() -> None:
-    """Refuse to go on without the packages that only the server needs.
-
-    Raises:
-        ValueError: they are not installed.
-    """
+    """Refuse to go on without the packages that only the server needs."""
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401

@@ -48,11 +48,7 @@ class EngineCommand:
 
 
 def engine_command(config: ServeConfig, say: Say) -> EngineCommand:
-    """The commands that serve on another engine.
-
-    Raises:
-        ValueError: it cannot serve this drafter.
-    """
+    """The commands that serve on another engine."""
     assert config.engine is not None
     engine, choice = server_of(config.engine), choose_drafter(config.drafter, config.target)
     speculation, export = (None, None) if choice is None else _speculation(engine, choice, config.target)
@@ -75,11 +71,7 @@ def engine_command(config: ServeConfig, say: Say) -> EngineCommand:
 
 
 def become_engine(config: ServeConfig, command: EngineCommand, say: Say) -> None:
-    """Export the drafter if that is needed, and run the engine in place of this process.
-
-    Raises:
-        ValueError: the engine's command cannot be run.
-    """
+    """Export the drafter if that is needed, and run the engine in place of this process."""
     try:
         check_installed(command.words)
     except ValueError as error:
@@ -96,11 +88,7 @@ def become_engine(config: ServeConfig, command: EngineCommand, say: Say) -> None
 
 
 def _speculation(engine: ExternalEngine, choice: DrafterChoice, target: str) -> tuple[Speculation, ExportConfig | None]:
-    """How the engine is told of the drafter, and the export that it needs before; None if it loads it as it is.
-
-    Raises:
-        ValueError: the engine cannot serve it.
-    """
+    """How the engine is told of the drafter, and the export that it needs before; None if it loads it as it is."""
     try:
         return choice.speculation(engine, target), None
     except ValueError:

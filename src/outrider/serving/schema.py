@@ -135,11 +135,7 @@ class _Sampled(_Fields):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
 
     def sampling(self, choice: int) -> SamplingParams:
-        """Sampling parameters of one choice.
-
-        Raises:
-            ValueError: a value that is none of `SamplingParams`.
-        """
+        """Sampling parameters of one choice."""
         return SamplingParams(
             temperature=self.temperature,
             top_k=max(0, self.top_k),

@@ -31,11 +31,7 @@ _Result = TypeVar("_Result")
 
 
 def run_server(config: ServeConfig, say: Say) -> bool:
-    """Serve until the process is told to stop; whether the server came up.
-
-    Raises:
-        ValueError: the address cannot be had, or the models cannot be served.
-    """
+    """Serve until the process is told to stop; whether the server came up."""
     key = os.environ.get(API_KEY)
     if key is not None and (not key.isascii() or not key.strip()):
         raise ValueError(f"{API_KEY} must be ASCII text, or not set.")
@@ -95,9 +91,6 @@ def build_server(
     Args:
         profile: drafts and verifies by these costs; None: by the model's own `scheduling`, whose costs are those of a
             handful of users.
-
-    Raises:
-        ValueError: the target cannot be served, or the profile was measured with something else.
     """
     if not isinstance(model.target, Target):
         raise ValueError("the engine serves targets of PyTorch.")
@@ -119,11 +112,7 @@ def build_server(
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """The server's socket. Clients are refused until it listens.
-
-    Raises:
-        ValueError: the address is in use or none of this machine's.
-    """
+    """The server's socket. Clients are refused until it listens."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)

@@ -94,11 +94,7 @@ class Worker:
         return self.failure is None and self._thread.is_alive()
 
     async def start(self) -> None:
-        """Start the thread; on return the engine has warmed up.
-
-        Raises:
-            Exception: what the engine failed with.
-        """
+        """Start the thread; on return the engine has warmed up."""
         self._loop = asyncio.get_running_loop()
         self._warm = self._loop.create_future()
         self._thread.start()
@@ -112,11 +108,7 @@ class Worker:
         self._abandon(self.failure)
 
     def check_room(self, requests: int) -> None:
-        """Whether so many more could be submitted now.
-
-        Raises:
-            Overloaded, Unavailable: see `submit`.
-        """
+        """Whether so many more could be submitted now."""
         if self.failure is not None:
             raise Unavailable(str(self.failure)) from self.failure
         if len(self._live) + requests > self.engine.config.max_requests + self.most_waiting:
