@@ -1,4 +1,4 @@
-"""docs/add-an-engine.md: its example engine is exported for, started, loaded and measured with no other edit."""
+"""docs/add-an-engine.md: its example engine is exported for, started, loaded and measured."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 import outrider.backends.registry as registry
+import outrider.evaluation.loadtest.config as config
 from outrider.backends.base import ExternalEngine
 from outrider.checkpoints.checkpoint import save_drafter
+from outrider.config import _parts_of
 from outrider.evaluation.loadtest.metrics import Journal
 from tests.toys.command_line import check_error, in_process
 from tests.toys.dialects import VD, made
@@ -34,6 +36,8 @@ def forge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExternalEngine:
     engine = module.Forge()
     assert isinstance(engine, ExternalEngine)
     monkeypatch.setattr(registry, "ENGINES", (*registry.ENGINES, engine))
+    monkeypatch.setattr(config, "BACKENDS", (*config.BACKENDS, engine.name))
+    monkeypatch.setattr("outrider.config._parts_of", _parts_of.__wrapped__)  # read anew: BACKENDS has changed
     return engine
 
 
@@ -79,5 +83,5 @@ def test_the_guides_engine(
     assert [request.accepted_length for request in drafted.requests] == [3.0] * 3
     assert plain.metrics.tau is None and drafted.metrics.tau is not None and 1 < drafted.metrics.tau <= gamma + 1
     check_error(
-        outrider(*bench[:2], "smithy", *bench[3:]), "--backend smithy is none of local, transformers, openai, vllm"
+        outrider(*bench[:2], "smithy", *bench[3:]), "--backend 'smithy': choose one of local, transformers, openai, vllm"
     )

@@ -45,7 +45,7 @@ def _drafter_section(value: object) -> object:
     name = value.get("algorithm", _DEFAULT_METHOD)
     name = name if isinstance(name, str) else repr(name)
     try:
-        section = method_of(name).section
+        section = method_of(str(name)).section
     except ValueError as error:
         raise _refusal("algorithm", name, str(error)) from error
     fields = section.model_fields
