@@ -83,5 +83,6 @@ def test_the_guides_engine(
     assert [request.accepted_length for request in drafted.requests] == [3.0] * 3
     assert plain.metrics.tau is None and drafted.metrics.tau is not None and 1 < drafted.metrics.tau <= gamma + 1
     check_error(
-        outrider(*bench[:2], "smithy", *bench[3:]), "--backend 'smithy': choose one of local, transformers, openai, vllm"
+        outrider(*bench[:2], "smithy", *bench[3:]),
+        "--backend 'smithy': choose one of local, transformers, openai, vllm",
     )

@@ -90,20 +90,14 @@ def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost
         return Variant(name, 0, FixedPolicy())
     if name == "threshold":
         if threshold is None:
-            raise ValueError(
-                "variant threshold: the drafter recommends none; give --confidence-threshold, store one "
-                "(outrider package --confidence-threshold), or leave the variant out."
-            )
+            raise ValueError("variant threshold: the drafter recommends none; give --confidence-threshold.")
         return Variant(name, gamma, ThresholdPolicy(threshold))
     if name.startswith(_FIXED):
         return Variant(name, fixed_length(name, gamma), FixedPolicy())
     if not is_adaptive(name):
         raise ValueError(f"no variant {name!r}; there are {KNOWN}.")
     if cost is None:
-        raise ValueError(
-            f"variant {name} decides by what steps cost here: measure that (outrider profile --out FILE) and give "
-            "--profile FILE, or leave the variant out."
-        )
+        raise ValueError(f"variant {name} decides by what steps cost here: give --profile FILE (outrider profile).")
     if not name.endswith(SKIP):
         return Variant(name, gamma, BY_COST[name](cost))
     learned = LearnedCost(cost)
@@ -112,9 +106,7 @@ def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost
 
 @dataclass(frozen=True)
 class Kinds:
-    """The kinds of variants that a drafter allows: fixed lengths up to `slots`, and of the others those in `defaults`,
-    which are measured where nobody says which.
-    """
+    """The kinds of variants that a drafter allows: fixed lengths up to `slots`, and the others of its `defaults`."""
 
     slots: int
     defaults: Sequence[str]
@@ -139,10 +131,7 @@ def match_variants(names: Sequence[str] | None, drafters: Mapping[str, Kinds]) -
     Args:
         names: KIND for every drafter that allows it, DRAFTER/KIND for one; None: the defaults of all.
     """
-    if names is None:
-        asked = [(name, kind) for name, kinds in drafters.items() for kind in kinds.defaults]
-    else:
-        asked = []
+    asked = [] if names is not None else [(name, kind) for name, kinds in drafters.items() for kind in kinds.defaults]
     for text in names or ():
         prefix, _, kind = text.rpartition("/")
         if prefix and prefix not in drafters:
@@ -198,10 +187,7 @@ def choose_variants(drafters: Sequence[NamedDrafter], names: Sequence[str] | Non
 
 
 def limited(drafter: Drafter, drafts: int) -> Drafter | None:
-    """The drafter, asked for at most so many draft tokens (of a tree: nodes); None for 0.
-
-    A fixed length pays for no draft that is never verified.
-    """
+    """The drafter, asked for at most so many draft tokens (of a tree: nodes); None for 0."""
     return None if drafts == 0 else drafter.limited(drafts)
 
 

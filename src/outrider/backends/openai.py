@@ -104,21 +104,18 @@ class Endpoint:
         except httpx.InvalidURL:
             usable = False
         if not usable:
-            raise ValueError(
-                f"base URL {shown_url(self.url)!r} must start with http:// or https:// and name a host, perhaps with a "
-                "port from 1 to 65535, as in http://localhost:8000"
-            )
+            raise ValueError(f"base URL {shown_url(self.url)!r} must start with http://HOST or https://HOST.")
         if self.api_key and not re.fullmatch(r"[!-~]+", self.api_key):
             raise ValueError("the server's key holds spaces, line ends or other characters that no header may hold")
 
     @property
     def root(self) -> str:
-        """Without /v1."""
+        """The URL without /v1."""
         return self.url.rstrip("/").removesuffix("/v1")
 
     @property
     def base(self) -> str:
-        """With /v1."""
+        """The URL with /v1."""
         return f"{self.root}/v1"
 
     def get(self, url: str) -> httpx.Response:
@@ -175,10 +172,8 @@ def served_model(endpoints: Sequence[Endpoint]) -> str:
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
             reason = endpoint.printable(f"{type(error).__name__}: {error}")
     if not models:
-        raise ValueError(
-            f"no model is listed at {', '.join(shown_url(endpoint.base) for endpoint in endpoints)} ({reason}). Start "
-            "the server, or name its model (--served-model; data.served_model of a recipe)."
-        )
+        urls = ", ".join(shown_url(endpoint.base) for endpoint in endpoints)
+        raise ValueError(f"no model is listed at {urls} ({reason}): start the server, or name it (--served-model).")
     if len(set(models.values())) > 1:
         raise ValueError(f"the servers list different models ({models}); name the one to ask for.")
     return next(iter(models.values()))
@@ -253,11 +248,7 @@ class Part:
 
 
 def parse_event(data: str, engine: ExternalEngine) -> Part:
-    """The part in the data of one server-sent event.
-
-    Raises:
-        ValueError: see `parse_answer`; or the server hides tool calls from the text.
-    """
+    """The part in the data of one server-sent event; ValueError also if the server hides tool calls from the text."""
     part = parse_answer(data, engine)
     if "tool_calls" in part.parsed_out:
         raise ValueError("the server parsed tool calls out of the text: start it without a tool call parser")
@@ -265,11 +256,7 @@ def parse_event(data: str, engine: ExternalEngine) -> Part:
 
 
 def parse_answer(data: str, engine: ExternalEngine) -> Part:
-    """The fields of an answer, streamed or whole.
-
-    Raises:
-        ValueError: an error of the server, or something else than an answer of this protocol.
-    """
+    """The fields of an answer, streamed or whole; ValueError: an error of the server, or none of this protocol."""
     try:
         answer = parse_json(data)
         reported = answer.get("error")

@@ -153,17 +153,16 @@ class Inputs:
         if need == "block":
             blocks = self.drafter.block_backbone() is not None
             return None if blocks else f"nothing to check in {self.drafter.algorithm} drafters"
-        no_data = "no data was given (--data), or it could not be read"
-        tokenizer = None if self.loaded_target is None else self.loaded_target.tokenizer
-        options: dict[str, tuple[object, str]] = {
-            "target": (self.loaded_target, "no target was given (--target)"),
-            "tokenizer": (tokenizer is not None, "no tokenizer was given"),
-            "drafter": (self.loaded_checkpoint, "no drafter was given (--drafter), or it could not be read"),
-            "data": (self.replies, no_data),
-            "samples": (self.replies, no_data),
-            "eval": (self.eval_prompts, "no evaluation prompts were given (--eval)"),
-        }
-        given, reason = options[need]
+        data = (bool(self.replies), "no data was given (--data), or it could not be read")
+        target, drafter = self.loaded_target, self.loaded_checkpoint
+        given, reason = {
+            "target": (target is not None, "no target was given (--target)"),
+            "tokenizer": (target is not None and target.tokenizer is not None, "no tokenizer was given"),
+            "drafter": (drafter is not None, "no drafter was given (--drafter), or it could not be read"),
+            "data": data,
+            "samples": data,
+            "eval": (bool(self.eval_prompts), "no evaluation prompts were given (--eval)"),
+        }[need]
         return None if given else reason
 
     @cached_property
@@ -351,12 +350,8 @@ def response_ends(inputs: Inputs) -> SimpleNamespace:
 def mask_in_text(inputs: Inputs) -> SimpleNamespace:
     """How often the mask token occurs in the text."""
     mask = inputs.block_config.mask_token_id
-    responses, prompts = (sum(mask in text for text in texts) for texts in _texts(inputs.replies))
+    responses, prompts = (sum(mask in getattr(r, name) for r in inputs.replies) for name in ("response", "prompt"))
     return SimpleNamespace(mask=mask, responses=responses, prompts=prompts)
-
-
-def _texts(replies: Sequence[Reply]) -> tuple[list[list[int]], list[list[int]]]:
-    return [r.response for r in replies], [r.prompt for r in replies]
 
 
 def repeats(inputs: Inputs) -> SimpleNamespace:
@@ -469,10 +464,8 @@ def contamination(inputs: Inputs) -> SimpleNamespace:
         raise NotMeasured("the data has no first turns")
     exact = {tuple(words) for words in texts}
     by_gram: dict[tuple[str, ...], set[int]] = defaultdict(set)
-    questions = [
-        _words(" ".join(str(m.get("content") or "") for m in messages_of(prompt.turns[0])))
-        for prompt in inputs.eval_prompts
-    ]
+    asked = [messages_of(prompt.turns[0]) for prompt in inputs.eval_prompts]
+    questions = [_words(" ".join(str(m.get("content") or "") for m in messages)) for messages in asked]
     for number, words in enumerate(questions):
         for gram in _grams(words):
             by_gram[gram].add(number)
@@ -569,9 +562,8 @@ def likelihood(target: Target, sample: Sample, temperature: float | None) -> Lik
         nll.append(-log_p.gather(1, tokens_C[:, None])[:, 0])
         entropy.append(-(log_p.exp() * log_p).sum(-1))
         agreement.append((logits.argmax(-1) == tokens_C).float())
-    return Likelihood(
-        sample.id, temperature, torch.cat(nll), entropy_R=torch.cat(entropy), agreement_R=torch.cat(agreement)
-    )
+    parts_R = {"nll_R": torch.cat(nll), "entropy_R": torch.cat(entropy), "agreement_R": torch.cat(agreement)}
+    return Likelihood(sample.id, temperature, **parts_R)
 
 
 def on_policy(inputs: Inputs) -> SimpleNamespace:

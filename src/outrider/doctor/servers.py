@@ -575,7 +575,7 @@ class Evidence:
     @cached_property
     def asked_again(self) -> SimpleNamespace:
         """Whether as many drafts are accepted when prompts come a second time, and when several come at once."""
-        if not _reliable(self.counters):
+        if not self.counters.drafting or self.counters.bad or self.counters.unlike:
             raise NotMeasured("counts that are not reliable")
         figures, less = list[str](), None
         for way in ("again", "together"):
@@ -674,10 +674,6 @@ def _tokens_of_text(target: Target, answer: ServerAnswer) -> tuple[int, ...]:
     text = target.tokenizer.decode(list(answer.tokens))
     fits = (end for end in range(1, len(own) + 1) if target.tokenizer.decode(own[:end]) == text)
     return tuple(own[: next(fits, 0)]) or answer.tokens
-
-
-def _reliable(m: SimpleNamespace) -> bool:
-    return bool(m.drafting and not m.bad and not m.unlike)
 
 
 def _foreign(m: SimpleNamespace) -> bool:
@@ -936,17 +932,10 @@ def causes(findings: Sequence[Finding]) -> list[Finding]:
 def server_json(e: Evidence) -> dict[str, Any]:
     """Causes, counts and hypotheses as JSON data."""
     counted = [a.counts for a in e.judged if a.counts is not None]
-    named = {"cause": "check", "probability": "probability", "status": "status", "evidence": "figure"}
-    named |= {"meaning": "meaning", "remedy": "remedy"}
     hypotheses = [
-        {
-            "fault": h.fault.name,
-            "variant": h.variant.label,
-            "probability": round(h.probability, 4),
-            "log_likelihood": round(h.log_likelihood, 2),
-            "accepted_length": round(h.length, 4),
-            "acceptance": [round(x, 4) for x in h.rates_K],
-        }
+        {"fault": h.fault.name, "variant": h.variant.label, "probability": round(h.probability, 4)}
+        | {"log_likelihood": round(h.log_likelihood, 2), "accepted_length": round(h.length, 4)}
+        | {"acceptance": [round(x, 4) for x in h.rates_K]}
         for h in (e.hypotheses if e.answers else [])
     ]
     server = {
@@ -958,7 +947,11 @@ def server_json(e: Evidence) -> dict[str, Any]:
         "seconds": {name: round(value, 1) for name, value in e.seconds.items()},
         "hypotheses": hypotheses,
     }
-    rows = [{name: getattr(f, attribute) for name, attribute in named.items()} for f in causes(e.findings)]
+    names = ("probability", "status", "meaning", "remedy")
+    rows = [
+        {"cause": f.check, "evidence": f.figure} | {name: getattr(f, name) for name in names}
+        for f in causes(e.findings)
+    ]
     return {"causes": rows, "server": server}
 
 

@@ -39,12 +39,7 @@ from outrider.decoding.request import Request as EngineRequest
 from outrider.decoding.structured import Grammar, GrammarCompiler, Structure, StructureError
 from outrider.decoding.text import TextStream
 from outrider.serving.inspector import page, trace_json, watched
-from outrider.serving.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from outrider.serving.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serving.tools import Format, ToolCall, ToolCallParser, call_structure, format_of
 from outrider.serving.worker import Overloaded, Submission, Unavailable, Worker
 
@@ -56,7 +51,7 @@ _GONE = 499  # what nginx calls a client that has closed its connection; nobody 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one HTTP request.
+    """Limits of one HTTP request.
 
     Args:
         max_new_tokens: of a response; None: as many as the target's context and the engine's KV blocks hold.
@@ -103,8 +98,7 @@ class Server:
 
     async def tokens_of_text(self, text: str, special: bool = True) -> list[int]:
         """A prompt's tokens, without chat template."""
-        encoded = await self._in_thread(lambda: self.tokenizer(text, add_special_tokens=special))
-        return list(encoded["input_ids"])
+        return list((await self._in_thread(partial(self.tokenizer, text, add_special_tokens=special)))["input_ids"])
 
     async def tokens_of_chat(
         self, request: ChatRequest | TokenizeRequest, tools: Sequence[dict[str, Any]]
@@ -112,9 +106,9 @@ class Server:
         """A chat's prompt as the target's template writes it."""
         thinking = request.chat_template_kwargs.enable_thinking
         messages = tuple(message.plain() for message in request.messages)
-        write = partial(render, tools=tools, thinking=self.thinking if thinking is None else thinking)
-        tokens: list[int] = await self._in_thread(partial(write, self.tokenizer, [messages], []))
-        return tokens
+        thinking = self.thinking if thinking is None else thinking
+        write = partial(render, self.tokenizer, [messages], [], tools=tools, thinking=thinking)
+        return list(await self._in_thread(write))
 
     def call_format(self, tools: Sequence[dict[str, Any]]) -> Format | None:
         """The form of tool calls that the target's chat template asks for; None without tools."""
@@ -144,10 +138,8 @@ class Server:
         config = self.worker.engine.config
         fitting = min(self.target.max_context, config.num_blocks * config.block_size) - len(prompt)
         if fitting < 1 or (max_tokens or 1) > fitting:
-            raise ValueError(
-                f"max_tokens: {len(prompt)} tokens of the prompt and {max_tokens or 1} of the response are more than "
-                f"the {fitting + len(prompt)} that fit."
-            )
+            both = f"{len(prompt)} tokens of the prompt and {max_tokens or 1} of the response"
+            raise ValueError(f"max_tokens: {both} are more than the {fitting + len(prompt)} that fit.")
         limit = self.limits.max_new_tokens
         if limit is not None and max_tokens is not None and max_tokens > limit:
             raise ValueError(f"max_tokens: {max_tokens} is above this server's limit of {limit}.")
@@ -233,13 +225,11 @@ class Answer(ABC):
             choice.trace += self._trace(choice, output)
         choices = []
         for choice in self.choices.values():
-            ids = (
-                {"token_ids": choice.tokens, "prompt_token_ids": choice.prompt} if self.request.return_token_ids else {}
-            )
-            ends: dict[str, Any] = {"logprobs": self._logprobs(choice, 0), "finish_reason": choice.finish}
-            if choice.traced is not None:
-                ends["trace"] = choice.trace
-            choices.append({"index": choice.index, **self.whole(choice), **ends, **ids})
+            whole = {"index": choice.index, **self.whole(choice), "logprobs": self._logprobs(choice, 0)}
+            whole |= {"finish_reason": choice.finish} | ({} if choice.traced is None else {"trace": choice.trace})
+            if self.request.return_token_ids:
+                whole |= {"token_ids": choice.tokens, "prompt_token_ids": choice.prompt}
+            choices.append(whole)
         return {**self._head(self.kind), "choices": choices, **self._closing(submission)}
 
     async def events(self, submission: Submission) -> AsyncIterator[str]:
@@ -277,19 +267,13 @@ class Answer(ABC):
         usage = {"usage": self._usage()} if options.include_usage and options.continuous_usage_stats else {}
         finish = None if output is None else choice.finish
         logprobs = None if output is None else self._logprobs(choice, len(choice.tokens) - len(output.tokens))
-        return _data(
-            {
-                **self._head(self.chunk),
-                "choices": [{"index": choice.index, **part, "logprobs": logprobs, "finish_reason": finish, **ids}],
-                **usage,
-            }
-        )
+        chunk = {"index": choice.index, **part, "logprobs": logprobs, "finish_reason": finish, **ids}
+        return _data({**self._head(self.chunk), "choices": [chunk], **usage})
 
     def _logprobs(self, choice: Choice, first: int) -> dict[str, Any] | None:
         return None if self.request.num_logprobs is None else self.logprobs(choice, first)
 
     def _trace(self, choice: Choice, output: Output) -> list[dict[str, Any]]:
-        """The round of an output, if the request has `trace`."""
         if choice.traced is None or output.trace is None:
             return []
         return [trace_json(output.trace, choice.traced, self.server.piece, final=output.finish is not None)]
@@ -348,17 +332,13 @@ class ChatAnswer(Answer):
         return {"delta": {**delta, "tool_calls": calls} if calls else delta}
 
     def logprobs(self, choice: Choice, first: int) -> dict[str, Any]:
-        def shown(token: int, value: float) -> dict[str, Any]:
+        def shown(token: int, value: float, **top: Any) -> dict[str, Any]:
             piece = self.server.piece(token)
-            return {"token": piece, "logprob": value, "bytes": list(piece.encode())}
+            return {"token": piece, "logprob": value, "bytes": list(piece.encode()), **top}
 
         pairs = zip(choice.tokens[first:], choice.logprobs[first:], strict=True)
-        return {
-            "content": [
-                shown(token, one.logprob) | {"top_logprobs": [shown(*other) for other in one.top]}
-                for token, one in pairs
-            ]
-        }
+        tops = ((token, one, [shown(*other) for other in one.top]) for token, one in pairs)
+        return {"content": [shown(token, one.logprob, top_logprobs=top) for token, one, top in tops]}
 
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -555,7 +535,6 @@ def _prepare(
 # Errors, the key, and bodies.
 # ----------------------------------------------------------------------------
 
-
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -663,15 +642,15 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        key = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        headers = dict(reversed(scope["headers"]))  # the first of each name
+        key, encoding = headers.get(b"authorization", b""), headers.get(b"content-encoding", b"identity")
+        refusal = None
         if self._expected is not None and scope["path"] not in _OPEN_PATHS and not compare_digest(key, self._expected):
-            await _refusal(401, "the key is missing or wrong: send Authorization: Bearer KEY.")(scope, receive, send)
-            return
-        encoding = next((value for name, value in scope["headers"] if name == b"content-encoding"), b"identity")
-        if encoding.lower() != b"identity":  # a few bytes could mean more than fits into memory
-            await _refusal(415, "compressed bodies are not read here: leave out Content-Encoding.")(
-                scope, receive, send
-            )
+            refusal = _refusal(401, "the key is missing or wrong: send Authorization: Bearer KEY.")
+        elif encoding.lower() != b"identity":  # a few bytes could mean more than fits into memory
+            refusal = _refusal(415, "compressed bodies are not read here: leave out Content-Encoding.")
+        if refusal is not None:
+            await refusal(scope, receive, send)
             return
         until, size, complete = time.monotonic() + self.limits.body_seconds, 0, False
 

@@ -99,9 +99,7 @@ def build_server(
         chosen = model.scheduling
     else:
         if drafter is None or drafter.trees:
-            raise ValueError(
-                "--profile chooses how much of a chain is drafted, and no chains are drafted here: leave it out."
-            )
+            raise ValueError("--profile: no chains are drafted here; leave it out.")
         cost = Profile.load(profile)
         cost.check(setting_of(model.target, drafter))
         chosen = by_profile(drafter, MachineProfile(cost, profile, None))
@@ -119,9 +117,7 @@ def _bind(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
-        raise ValueError(
-            f"--host {host} --port {port}: {error.strerror or error}; give another --port or --host."
-        ) from error
+        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; give another.") from error
     return bound
 
 
@@ -143,6 +139,6 @@ def _call_in_thread(function: Callable[[], _Result]) -> _Result:
 
     thread = Thread(target=call, name="load", daemon=True)  # a daemon: Ctrl-C must not wait for a download
     thread.start()
-    found = done.result()
+    result = done.result()
     thread.join()
-    return found
+    return result

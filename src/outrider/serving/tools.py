@@ -270,7 +270,7 @@ class _Rules:
 
 
 def _check_references(name: str, properties: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
-    """In the XML form each argument has a schema of its own, in which only the shared definitions can be referred to."""
+    """In the XML form each argument has a schema of its own, which refers to shared definitions alone."""
     if not (used := _references(properties)):
         return
     beginnings = tuple(f"#/{key}/" for key in shared)
