@@ -38,8 +38,8 @@ from outrider.decoding.policies import SkipDrafting
 from outrider.decoding.request import Request, RequestState, StopRules
 from outrider.decoding.scheduler import EngineConfig, Scheduler
 from outrider.drafters.base import Drafter
+from outrider.drafters.cache import CachedKeys
 from outrider.drafters.dflash import BlockDrafter
-from outrider.drafters.layers import CachedKeys
 from outrider.sampling import SamplingParams
 from outrider.target.fused import FusedDecoder
 from outrider.target.hub import EMBEDDED_ID

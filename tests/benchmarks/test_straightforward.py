@@ -12,7 +12,8 @@ from torch import Tensor
 from benchmarks.straightforward import StraightforwardObjective
 from outrider.drafters.dflash import FULL, SLIDING, DFlash
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.layers import BlockLayout, flex_block_attention, split_attention
+from outrider.drafters.flex import flex_block_attention
+from outrider.drafters.layers import BlockLayout, split_attention
 from outrider.drafters.loss import ObjectiveConfig
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.dataset import choose_draft_ids

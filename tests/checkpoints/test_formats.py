@@ -17,9 +17,9 @@ from torch import Tensor
 import outrider.checkpoints.checkpoint as checkpoint
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.drafters.base import DrafterWeights
+from outrider.drafters.confidence import CertaintyEstimator
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark, DSparkConfig
-from outrider.drafters.heads import CertaintyEstimator
 from tests.toys.targets import randomise, toy_config, toy_target
 
 LINEARS = {"self_attn.q_proj": [32, 32], "self_attn.k_proj": [16, 32], "self_attn.v_proj": [16, 32]}

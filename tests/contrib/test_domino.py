@@ -22,8 +22,8 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCalibration, DraftCall, DrafterWeights
+from outrider.drafters.confidence import ConfidenceScaling
 from outrider.drafters.dflash import DFlash
-from outrider.drafters.heads import ConfidenceScaling
 from outrider.drafters.loss import ObjectiveConfig
 from outrider.evaluation.calibration.collect import FeatureRecorder
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens

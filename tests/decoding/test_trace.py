@@ -17,8 +17,8 @@ from outrider.decoding.policies import (
 )
 from outrider.decoding.trace import RoundTrace, _likeliest, path_rows, trace_round
 from outrider.decoding.verification import RoundResult, Verdict
+from outrider.drafters.confidence import ChainHeads, ConfidenceScaling, SampledScaling
 from outrider.drafters.draft import Draft, Siblings
-from outrider.drafters.heads import ChainHeads, ConfidenceScaling, SampledScaling
 
 LOGITS_NV = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().repeat(9, 1)
 TREE = Draft([1, 2, 1, 3, 2, 3], [-1, -1, 0, 0, 1, 2])

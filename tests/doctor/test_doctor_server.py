@@ -46,9 +46,10 @@ from outrider.doctor.servers import (
     spread_of_length,
 )
 from outrider.drafters.base import DrafterWeights
+from outrider.drafters.cache import CachedKeys
 from outrider.drafters.dflash import BlockDrafter, DraftLayer
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.layers import Attention, CachedKeys, rope_table, rotate
+from outrider.drafters.layers import Attention, rope_table, rotate
 from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.target.model import Target, load_target
 from tests.toys.alphabets import TEMPLATE, alphabet, toy_tokenizer

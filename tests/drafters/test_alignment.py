@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
+import outrider.drafters.flex as flex_module
 import outrider.drafters.layers as layers
 from outrider.contrib.peagle import PEagle, PEagleConfig
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.layers import AttentionPattern, BlockLayout, flex_block_attention, split_attention
+from outrider.drafters.flex import flex_block_attention
+from outrider.drafters.layers import AttentionPattern, BlockLayout, split_attention
 from outrider.sampling import SeededSource
 from outrider.training.batches import BlockBatch, Schedule
 from outrider.training.dataset import choose_draft_ids
@@ -190,9 +192,9 @@ def test_tiles_of_flex_attention_hold_what_rows_see(
 ) -> None:
     """The kernel computes the tiles that are listed: each with a visible pair is one of them; in the whole ones, which
     it computes without the mask, every pair is visible."""
-    monkeypatch.setattr(layers, "_TILE", 4)
+    monkeypatch.setattr(flex_module, "_TILE", 4)
     layout, _ = ragged([9, 14, 5, 60], [[0, 3, 9], [1, 8, 14], [5], [6, 20, 21, 22, 40, 60]])
-    found = layers._flex_mask(layout, rows, own, pattern)
+    found = flex_module._flex_mask(layout, rows, own, pattern)
     count, slots = 13 * rows, 88 + 13 * own
     zero = torch.zeros(1, dtype=torch.long)
     visible = found.mask_mod(zero, zero, torch.arange(count)[:, None], torch.arange(slots))
@@ -229,8 +231,8 @@ def test_flex_attention_is_compiled_for_the_first_batches_alone(monkeypatch: pyt
     counter = CompileCounter()
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, **options, backend=counter))
-    kernel = layers._flex_kernel.__wrapped__(True)
-    monkeypatch.setattr(layers, "_flex_kernel", lambda _: kernel)
+    kernel = flex_module._flex_kernel.__wrapped__(True)
+    monkeypatch.setattr(flex_module, "_flex_kernel", lambda _: kernel)
     counts = []
     for epoch in range(2):
         for batch in range(3):

@@ -24,6 +24,7 @@ from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCalibration, DraftCall, DrafterWeights
 from outrider.drafters.chain import sample_rows
+from outrider.drafters.confidence import CertaintyEstimator, ChainHeads, ConfidenceScaling
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash2 import (
     CandidateRows,
@@ -34,7 +35,6 @@ from outrider.drafters.dflash2 import (
     SelectorRows,
 )
 from outrider.drafters.draft import Draft
-from outrider.drafters.heads import CertaintyEstimator, ChainHeads, ConfidenceScaling
 from outrider.drafters.loss import ObjectiveConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target

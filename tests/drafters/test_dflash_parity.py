@@ -22,8 +22,8 @@ from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights
+from outrider.drafters.cache import DraftSession
 from outrider.drafters.dflash import BlockDrafter, default_aux_layers
-from outrider.drafters.layers import DraftSession
 from outrider.target.model import Target
 from tests.toys.targets import toy_config, toy_target
 from tests.toys.zlab import PATTERNS, ROUNDS, TOLERANCE, check_training_forward, reference, reference_block, saved

@@ -16,8 +16,8 @@ from outrider.decoding.generate import generate
 from outrider.decoding.policies import FixedPolicy
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, DrafterWeights
+from outrider.drafters.confidence import ChainHeads
 from outrider.drafters.draft import Draft, draw_siblings
-from outrider.drafters.heads import ChainHeads
 from outrider.drafters.hydra import Hydra, HydraConfig, HydraDrafter
 from outrider.drafters.medusa import Medusa, MedusaDrafter, StaticTreeDrafter
 from outrider.drafters.trees import CandidateTree, Level

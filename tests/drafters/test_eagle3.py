@@ -14,9 +14,9 @@ from outrider.decoding.generate import generate
 from outrider.decoding.policies import ThresholdPolicy
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCalibration, DrafterWeights
+from outrider.drafters.confidence import CertaintyEstimator, ConfidenceScaling
 from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, eagle_aux_layers
-from outrider.drafters.heads import CertaintyEstimator, ConfidenceScaling
 from outrider.sampling import SamplingParams
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.recipe import load_recipe

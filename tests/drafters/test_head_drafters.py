@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.drafters.base import DraftCalibration, DrafterWeights
-from outrider.drafters.heads import CertaintyEstimator, ConfidenceScaling
+from outrider.drafters.confidence import CertaintyEstimator, ConfidenceScaling
 from outrider.drafters.hydra import Hydra, HydraConfig, HydraDrafter
 from outrider.drafters.medusa import HeadsDrafter, HeadsModule, Medusa, MedusaConfig, MedusaDrafter
 from outrider.target.cache import KVCache

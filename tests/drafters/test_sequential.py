@@ -10,16 +10,8 @@ from torch import Tensor
 
 from outrider.drafters.base import DraftCall
 from outrider.drafters.chain import sample_chain
-from outrider.drafters.heads import (
-    CertaintyEstimator,
-    ChainHeads,
-    ConfidenceHead,
-    ConfidenceScaling,
-    SampledScaling,
-    VanillaMarkov,
-    build_sequential_head,
-    certainty,
-)
+from outrider.drafters.confidence import CertaintyEstimator, ChainHeads, ConfidenceScaling, SampledScaling, certainty
+from outrider.drafters.heads import ConfidenceHead, VanillaMarkov, build_sequential_head
 from outrider.sampling import PositionNoise, SamplingParams, SeededSource, SeenTokens, warp
 from tests.toys.oracle import drafted_with, row_of
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Drafter, DrafterWeights
+from outrider.drafters.cache import DraftKV
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.eagle3 import Eagle3Drafter
 from outrider.drafters.language_model import StandaloneDrafter
-from outrider.drafters.layers import DraftKV
 from outrider.drafters.mtp import MTPDrafter
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target

@@ -21,8 +21,8 @@ from outrider.checkpoints.published import shipped_drafter
 from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.decoding.request import Output
 from outrider.drafters.base import DrafterWeights
+from outrider.drafters.confidence import ConfidenceScaling, SampledScaling
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.heads import ConfidenceScaling, SampledScaling
 from outrider.evaluation.model_card import _taken, model_card
 from outrider.evaluation.results import Results
 from outrider.target.hub import EMBEDDED_ID, canonical_id

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+import outrider.drafters.flex as flex_module
 import outrider.drafters.fused_loss as fused_loss
-import outrider.drafters.layers as layers
 import outrider.training.parallel as parallel
 from outrider.decoding.engine import Engine
 from outrider.decoding.request import Request, StopRules
@@ -109,7 +109,7 @@ def simulate_kernels(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -
         with device.as_one("transposed tiles"):
             return transpose_ordered(*args)
 
-    monkeypatch.setattr(layers, "_flex_kernel", lambda _: flex)
+    monkeypatch.setattr(flex_module, "_flex_kernel", lambda _: flex)
     monkeypatch.setattr(parallel, "compiled", lambda function: function)
     transpose_ordered = flex_attention._transpose_ordered
     monkeypatch.setattr(flex_attention, "_transpose_ordered", transposed)

@@ -28,8 +28,8 @@ from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.structured import Grammar
 from outrider.drafters.base import DraftCall, Drafter, WrappedDrafter
+from outrider.drafters.confidence import ChainHeads
 from outrider.drafters.draft import Draft, rerank
-from outrider.drafters.heads import ChainHeads
 from outrider.drafters.language_model import StandaloneDrafter
 from outrider.drafters.ngram import HybridDrafter, Library, NgramConfig
 from outrider.drafters.trees import CandidateTree, draw_trees

@@ -18,9 +18,10 @@ from outrider.contrib.domino import Domino, DominoConfig, PrefixHead
 from outrider.contrib.lilicorr import LatticeHead, LatticeRows, LiLiCorrConfig
 from outrider.drafters.base import DraftCall
 from outrider.drafters.chain import sample_chain, sample_rows
+from outrider.drafters.confidence import ChainHeads
 from outrider.drafters.dflash2 import CandidateRows, CandidateSelector
 from outrider.drafters.draft import Draft, Siblings, conditional_confidences, without
-from outrider.drafters.heads import ChainHeads, ConfidenceHead, SequentialHead, build_sequential_head
+from outrider.drafters.heads import ConfidenceHead, SequentialHead, build_sequential_head
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, constrained, warp
 from tests.proof.enumeration import DraftTree, Tokens
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafters.base import BlockInputs, DraftCall
+from outrider.drafters.cache import DraftSession
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
-from outrider.drafters.layers import BlockLayout, DraftSession
+from outrider.drafters.layers import BlockLayout
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from tests.toys.targets import randomise

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+import outrider.drafters.flex as flex_module
 import outrider.drafters.layers as layers
 import outrider.training.parallel as parallel
-from outrider.drafters.layers import Compilation, flex_block_attention, split_attention
+from outrider.drafters.flex import Compilation, flex_block_attention
+from outrider.drafters.layers import split_attention
 from outrider.target.linear import padded_size
 from outrider.training.batches import BlockBatch, build_batch, idle_batch
 from outrider.training.objective import BlockObjective
@@ -134,7 +136,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, **(chosen | options)))
     monkeypatch.setattr(layers, "kernel_of", lambda _: flex_block_attention)
     monkeypatch.setattr(layers, "_fused", Compilation("never"))
-    monkeypatch.setattr(layers, "_TILE", 16)
+    monkeypatch.setattr(flex_module, "_TILE", 16)
     torch.compiler.reset()
     counters.clear()
     yield chosen
@@ -277,7 +279,7 @@ def test_attention_that_cannot_be_fused_goes_sequence_by_sequence(
     monkeypatch.setattr(layers, "_fused", Compilation("draft attention goes sequence by sequence"))
     kernel_of, cuda = layers.kernel_of, torch.device("cuda")
     monkeypatch.setattr(layers, "kernel_of", lambda _: kernel_of(cuda))
-    monkeypatch.setattr(layers, "_flex_kernel", lambda _: Broken(RuntimeError)(print))
+    monkeypatch.setattr(flex_module, "_flex_kernel", lambda _: Broken(RuntimeError)(print))
     with pytest.warns(UserWarning, match=r"sequence by sequence, for torch.compile failed \(RuntimeError: no Triton"):
         found = ends(fresh_trainer("peagle", tmp_path / "a", toy_target("qwen3")))
     assert layers.kernel_of(cuda) is split_attention

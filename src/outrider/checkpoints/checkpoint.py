@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from outrider.checkpoints.dialects.base import Dialect, ExportedCheckpoint, Source
 from outrider.checkpoints.registry import dialect_of, method_of
 from outrider.drafters.base import DraftCalibration, Drafter, DrafterWeights
-from outrider.drafters.heads import UNSCALED, CertaintyEstimator, ConfidenceScaling, SampledScaling
+from outrider.drafters.confidence import UNSCALED, CertaintyEstimator, ConfidenceScaling, SampledScaling
 from outrider.target.model import Target
 from outrider.utils.documents import read_mapping
 from outrider.utils.files import (

@@ -63,7 +63,8 @@ from outrider.drafters.base import (
 from outrider.drafters.config import Count, MaskToken, NotInRecipe
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark, DSparkConfig, DSparkRows
-from outrider.drafters.layers import BlockLayout, layer_shapes
+from outrider.drafters.layers import BlockLayout
+from outrider.drafters.target_weights import layer_shapes
 from outrider.target.linear import Packable
 from outrider.target.model import DecodingTarget, Target
 from outrider.utils.files import check_finite

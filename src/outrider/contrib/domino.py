@@ -4,7 +4,7 @@
     l_k      = SiLU(W_1 [h_k; s_k])                       h_k from the parallel backbone
     logits_k = U_k + W_2 l_k                              U_k alone for the first `pure_draft_prefix_len` drafts
 
-Backbone, context features and block layouts are DFlash's. The correction is a sequential head (drafters/chain.py), so
+Backbone, context features and block layouts are DFlash's. The correction is a sequential head (drafters/heads.py), so
 the distributions that tokens are drawn from are the ones that verification is given.
 
 Training: (1 - b) L(softmax(U + W_2 l)) + b L(softmax(U)), L the loss of DFlash, b falling to 0 (`objective.base`,

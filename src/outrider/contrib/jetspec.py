@@ -2,7 +2,7 @@
 
     block    [anchor, mask, ..., mask] -> one pass; row k attends to the context and to rows 1 .. k of its block
     loss     sum_k KL(p_t,k || p_d,k) / K                      every position alike: no decay
-    tree     the N paths with the largest product of p_d,k     drafters/dflash.py, for DFlash as well
+    tree     the N paths with the largest product of p_d,k     drafters/trees.py, for DFlash as well
 
 Backbone, features and block layout are DFlash's. Row k of a causal block depends on nothing behind it, so a shorter
 block gives the same first drafts. Which token was drafted before it does not enter either: the rows between are masks.

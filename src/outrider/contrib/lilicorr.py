@@ -46,13 +46,13 @@ from outrider.drafters.base import (
     DraftRows,
     longest_draft,
 )
+from outrider.drafters.cache import DraftSession
 from outrider.drafters.chain import Rows, sample_rows
 from outrider.drafters.config import Count
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig, DraftLayer
 from outrider.drafters.dflash2 import ConvolvedLayer, check_convolution
 from outrider.drafters.draft import Draft
 from outrider.drafters.fused_loss import DraftLogits, HeadProducts, Supervision, logit_chunks
-from outrider.drafters.layers import DraftSession
 from outrider.drafters.loss import DraftLoss, ObjectiveConfig
 from outrider.target.linear import Packable
 from outrider.utils.documents import Section

@@ -36,18 +36,12 @@ from outrider.drafters.base import (
     DraftRows,
     longest_draft,
 )
+from outrider.drafters.cache import DraftSession
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.config import MaskToken, NotInRecipe, check_mask_token, mask_token_id
 from outrider.drafters.draft import Draft
-from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter
-from outrider.drafters.layers import (
-    Attention,
-    AttentionPattern,
-    ChainKeys,
-    DraftSession,
-    block_attention,
-    split_attention,
-)
+from outrider.drafters.eagle3 import ChainKeys, Eagle3, Eagle3Config, Eagle3Drafter
+from outrider.drafters.layers import Attention, AttentionPattern, block_attention, split_attention
 from outrider.target.model import Target
 from outrider.utils.measure import on_device
 

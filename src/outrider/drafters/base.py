@@ -20,17 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.drafters.confidence import UNSCALED, ChainHeads, ConfidenceScaling, SampledScaling
 from outrider.drafters.config import DrafterConfig
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.fused_loss import DraftLogits, Supervision, fused_loss, label_probabilities
-from outrider.drafters.heads import (
-    UNSCALED,
-    ChainHeads,
-    ConfidenceHead,
-    ConfidenceScaling,
-    SampledScaling,
-    VanillaMarkov,
-)
+from outrider.drafters.heads import ConfidenceHead, VanillaMarkov
 from outrider.drafters.layers import BlockLayout, RopeTables
 from outrider.drafters.loss import DraftLoss
 from outrider.sampling import Constraint, PositionNoise, RandomSource, SamplingParams, SeenTokens, constrained

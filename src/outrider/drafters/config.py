@@ -226,3 +226,26 @@ def _checks_of(config: Any) -> type[BaseModel]:
     hints = get_type_hints(config, include_extras=True)
     kinds: dict[str, Any] = {field.name: (hints[field.name], ...) for field in fields(config)}
     return create_model(f"{config.__name__}Checks", __config__=ConfigDict(allow_inf_nan=False), **kinds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig(DrafterConfig):
+    """Config of a drafter that has decoder layers in the target's shapes."""
+
+    hidden_size: NotInRecipe[int]
+    intermediate_size: NotInRecipe[int]
+    num_attention_heads: NotInRecipe[int]
+    num_key_value_heads: NotInRecipe[int]
+    head_dim: NotInRecipe[int]
+    vocab_size: NotInRecipe[int]
+    draft_vocab_size: DraftVocabulary
+    target_layer_ids: AuxLayers[tuple[int, ...]]
+    num_target_layers: NotInRecipe[int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}."
+            )

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
@@ -45,24 +45,22 @@ from outrider.drafters.base import (
     ModuleDrafter,
     longest_draft,
 )
+from outrider.drafters.cache import CachedKeys, DraftKV, DraftSession
 from outrider.drafters.chain import sample_steps
-from outrider.drafters.config import Count, NotInRecipe, draft_vocabulary
+from outrider.drafters.config import Count, LayerConfig, NotInRecipe, draft_vocabulary
 from outrider.drafters.draft import Draft, TreeSize, rerank
 from outrider.drafters.layers import (
     EVERYTHING,
     Attention,
     AttentionPattern,
-    CachedKeys,
-    ChainKeys,
-    DraftKV,
-    DraftSession,
+    BlockLayout,
     KeySource,
-    LayerConfig,
     Rope,
     SwiGLU,
-    layer_shapes,
+    block_attention,
     rope_table,
 )
+from outrider.drafters.target_weights import layer_shapes
 from outrider.target.linear import Packable
 from outrider.target.model import Target
 
@@ -157,6 +155,25 @@ class Eagle3Layer(Packable):
         residual_XH = pair_XP[..., embedded_XH.shape[-1] :] if self.norm_before_residual else feature_XH
         g_XH = residual_XH + self.self_attn(pair_XP, rope, source)
         return g_XH + self.mlp(self.post_attention_layernorm(g_XH))
+
+
+class ChainKeys:
+    """The key source of training chains, one row of every anchor at a time: the context and the chain so far.
+
+    The slot right before an anchor is the pair that its chain begins with: it is computed there and not seen here.
+
+    Args:
+        context: keys and values of the context slots, [S, G, E] each.
+    """
+
+    def __init__(self, context: tuple[Tensor, Tensor], layout: BlockLayout) -> None:
+        self.context, self.layout = context, replace(layout, anchors_N=layout.anchors_N - 1)
+        self.chain: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, attention: Attention, q_NQE: Tensor, k_NGE: Tensor, v_NGE: Tensor) -> Tensor:
+        self.chain.append((k_NGE, v_NGE))
+        own_k, own_v = (torch.stack(rows, dim=1) for rows in zip(*self.chain, strict=True))
+        return block_attention(q_NQE[:, None], *self.context, own_k, own_v, self.layout)[:, 0]
 
 
 class Eagle3(DraftModule):

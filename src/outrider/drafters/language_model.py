@@ -24,8 +24,8 @@ from torch import Tensor
 
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.chain import sample_steps
+from outrider.drafters.confidence import CertaintyEstimator, ChainHeads, ConfidenceScaling
 from outrider.drafters.draft import Draft
-from outrider.drafters.heads import CertaintyEstimator, ChainHeads, ConfidenceScaling
 from outrider.sampling import at_least_float32
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
@@ -160,7 +160,7 @@ class StandaloneDrafter(Drafter):
         self.gamma = gamma
         self.shared = min(model.vocab_size, target.vocab_size)
         ids_Vd = None if self.shared == target.vocab_size else torch.arange(self.shared, device=target.device)
-        # The logit of the largest probability as it is; `CertaintyEstimator` can learn more (drafters/heads.py).
+        # The logit of the largest probability as it is; `CertaintyEstimator` can learn more (drafters/confidence.py).
         estimator = CertaintyEstimator((1.0, 0.0), (0.0,) * gamma)
         self.heads: ChainHeads = ChainHeads(
             target.vocab_size, draft_ids_Vd=ids_Vd, scaling=ConfidenceScaling(estimator=estimator)

@@ -45,10 +45,10 @@ from outrider.drafters.base import (
     check_fits,
     longest_draft,
 )
+from outrider.drafters.cache import DraftSession
 from outrider.drafters.chain import sample_chain, sample_steps
 from outrider.drafters.config import Count, DrafterConfig, DraftVocabulary, NotInRecipe, draft_vocabulary
 from outrider.drafters.draft import Draft, TreeSize
-from outrider.drafters.layers import DraftSession
 from outrider.drafters.trees import CandidateTree, assumed_accuracy, best_tree, draw_trees
 from outrider.target.linear import Packable
 from outrider.target.model import DecodingTarget, Target

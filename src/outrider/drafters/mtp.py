@@ -49,24 +49,13 @@ from outrider.drafters.base import (
     check_fits,
     longest_draft,
 )
+from outrider.drafters.cache import CachedKeys, DraftKV, DraftSession
 from outrider.drafters.chain import sample_steps
-from outrider.drafters.config import Count, NotInRecipe, draft_vocabulary
+from outrider.drafters.config import Count, LayerConfig, NotInRecipe, draft_vocabulary
 from outrider.drafters.draft import Draft
-from outrider.drafters.layers import (
-    Attention,
-    AttentionPattern,
-    CachedKeys,
-    ChainKeys,
-    DraftKV,
-    DraftSession,
-    KeySource,
-    LayerConfig,
-    Rope,
-    SwiGLU,
-    copy_target_layers,
-    layer_shapes,
-    rope_table,
-)
+from outrider.drafters.eagle3 import ChainKeys
+from outrider.drafters.layers import Attention, AttentionPattern, KeySource, Rope, SwiGLU, rope_table
+from outrider.drafters.target_weights import copy_target_layers, layer_shapes
 from outrider.target.linear import Packable
 from outrider.target.model import DecodingTarget, Target
 from outrider.utils.measure import on_device

@@ -18,14 +18,19 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Level, drawing_for
-from outrider.drafters.draft import Draft, Siblings, draw_siblings, over_vocabulary
-from outrider.drafters.heads import ChainHeads
+from outrider.drafters.base import DraftCall, Drafter, Level, drawing_for, longest_draft
+from outrider.drafters.confidence import ChainHeads
+from outrider.drafters.draft import Draft, Siblings, conditional_confidences, draw_siblings, over_vocabulary
 from outrider.sampling import warp
+
+if TYPE_CHECKING:
+    from outrider.drafters.cache import DraftSession
+    from outrider.drafters.dflash import BlockDrafter
 
 
 @dataclass(frozen=True)
@@ -231,4 +236,68 @@ class _Drawing:
                 place[node]: Siblings(partial(over_vocabulary, row_Vd, self.ids_Vd, self.vocab_size))
                 for node, row_Vd in self.rows.items()
             },
+        )
+
+
+# ----------------------------------------------------------------------------
+# Trees of one block pass: row k gives p_k, the same for all paths, so the best tree is that of the likeliest products.
+#
+#     p_1 .. p_K  ->  the N paths with the largest  s(node) = p_1(x_1) ... p_k(x_k)     (best_tree, drafters/trees.py)
+#
+# Nodes are chosen, none is drawn, so it is lossless at any temperature, as EAGLE-2's trees are (drafters/eagle3.py);
+# scores are those of temperature 1. A drafter whose later drafts depend on its earlier ones (DSpark's head, Domino's)
+# has no such trees.
+#
+# Source: JetSpec, arXiv 2606.18394, which compares with the same tree of DFlash's blocks.
+# Shapes: R requests, K draft positions, k candidates of a position.
+# ----------------------------------------------------------------------------
+
+
+def most_nodes(depth: int, top_k: int) -> int:
+    """Nodes of a tree of `depth` levels in which every node but the last has `top_k` children."""
+    return sum(top_k**level for level in range(1, depth + 1))
+
+
+class BlockTreeDrafter(Drafter):
+    """Serves a block drafter with trees: `nodes` draft tokens, among the `top_k` likeliest of each position."""
+
+    top_k: int = 10
+
+    def __init__(self, drafter: BlockDrafter, nodes: int, depth: int, top_k: int) -> None:
+        self.drafter, self.config = drafter, drafter.config
+        self.aux_layers, self.gamma, self.top_k = drafter.aux_layers, depth, top_k
+        self.nodes: int = nodes
+
+    def new_session(self, capacity: int) -> DraftSession:
+        return self.drafter.new_session(capacity)
+
+    def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        self.drafter.extend(sessions, tokens, aux_TLD)
+
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
+        """A tree per call, no deeper and no larger than it has use for; `min_confidence` is left to the policy."""
+        depth, ids_Vd = longest_draft(calls, self.gamma), self.drafter.heads.draft_ids_Vd
+        hidden_RKH = self.drafter.block_hidden([call.session for call in calls], [call.anchor for call in calls])
+        probs_NVd = self.drafter.head(hidden_RKH[:, :depth].flatten(0, 1)).softmax(-1)
+        top_Nk, indices_Nk = probs_NVd.topk(self.top_k, dim=-1)
+        tokens_Nk = indices_Nk if ids_Vd is None else ids_Vd[indices_Nk]
+        shape = (len(calls), depth, self.top_k)
+        found = zip(calls, top_Nk.view(shape).tolist(), tokens_Nk.view(shape).tolist(), strict=True)
+        return [self._tree(call, probs_Kk, tokens_Kk) for call, probs_Kk, tokens_Kk in found]
+
+    def _tree(self, call: DraftCall, probs_Kk: list[list[float]], tokens_Kk: list[list[int]]) -> Draft:
+        depth = self.gamma if call.limit is None else min(call.limit, self.gamma)
+        wanted = self.nodes if call.nodes is None else min(call.nodes, self.nodes)
+        nodes = min(wanted, most_nodes(depth, self.top_k))
+        if not nodes:
+            return Draft.empty()
+        tree = best_tree(probs_Kk[:depth], nodes)
+        survivals: list[float] = []
+        for path, parent in zip(tree.paths, tree.parents, strict=True):
+            before = 1.0 if parent < 0 else survivals[parent]
+            survivals.append(before * probs_Kk[len(path) - 1][path[-1]])
+        return Draft(
+            [tokens_Kk[len(path) - 1][path[-1]] for path in tree.paths],
+            tree.parents,
+            confidences=conditional_confidences(survivals),
         )

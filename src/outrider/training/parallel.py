@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from outrider.drafters.base import DraftModule
-from outrider.drafters.layers import Compilation, compiled
+from outrider.drafters.flex import Compilation, compiled
 from outrider.drafters.loss import DraftLoss
 from outrider.target.hf import text_decoder
 from outrider.target.model import Target, full_tensor

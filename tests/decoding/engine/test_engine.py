@@ -23,9 +23,9 @@ from outrider.decoding.policies import FixedPolicy, PlanView, Policy, PrefixSche
 from outrider.decoding.request import Output, Request, StopRules
 from outrider.decoding.scheduler import BlockAllocator, EngineConfig, Scheduler
 from outrider.drafters.base import DraftCall
+from outrider.drafters.cache import DraftSession
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft
-from outrider.drafters.layers import DraftSession
 from outrider.sampling import SamplingParams, SeededSource
 from outrider.target.model import Target
 from tests.toys.engine import assert_solo, finish, prompts, toy_drafter, watch_preemptions

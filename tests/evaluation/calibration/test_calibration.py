@@ -25,10 +25,10 @@ from outrider.decoding.generate import generate
 from outrider.decoding.policies import ThresholdPolicy
 from outrider.decoding.request import Output, StopRules
 from outrider.drafters.base import DraftCalibration, DrafterWeights
+from outrider.drafters.confidence import CertaintyEstimator, ChainHeads, ConfidenceScaling, SampledScaling, certainty
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark, DSparkConfig
-from outrider.drafters.heads import CertaintyEstimator, ChainHeads, ConfidenceScaling, SampledScaling, certainty
 from outrider.evaluation.calibration.collect import (
     FeatureRecorder,
     collect,

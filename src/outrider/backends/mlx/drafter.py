@@ -24,12 +24,13 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from outrider.decoding.generate import stream
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Drafter, capped, check_embedding_scale, check_fits, longest_draft
+from outrider.drafters.cache import serving_mask
 from outrider.drafters.chain import sample_chain
+from outrider.drafters.confidence import ChainHeads
 from outrider.drafters.dflash import DFlash, DFlashConfig
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSparkConfig
-from outrider.drafters.heads import ChainHeads, VanillaMarkov
-from outrider.drafters.layers import serving_mask
+from outrider.drafters.heads import VanillaMarkov
 
 
 def parameters_of(module: Any, ids_Vd: mx.array | None = None) -> dict[str, Any]:

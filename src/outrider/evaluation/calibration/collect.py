@@ -32,7 +32,7 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import Output, Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, Drafter
-from outrider.drafters.heads import UNSCALED, ConfidenceScaling, certainty
+from outrider.drafters.confidence import UNSCALED, ConfidenceScaling, certainty
 from outrider.evaluation.calibration.fit import Rounds, TaskRounds
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target

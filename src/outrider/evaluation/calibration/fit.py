@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from outrider.data.sources import TaskSettings
 from outrider.decoding.acceptance import EDGE, logit, sigmoid
 from outrider.decoding.cost import Floats, Ints
-from outrider.drafters.heads import CertaintyEstimator
+from outrider.drafters.confidence import CertaintyEstimator
 from outrider.utils.measure import machine
 
 BINS = 20

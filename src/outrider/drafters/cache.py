@@ -1,0 +1,279 @@
+"""The draft KV cache: keys and values of committed tokens, which the rows of a draft attend to in serving.
+
+On a CPU each request has tensors of its own (`DraftKV`, read by `CachedKeys`). On a GPU the keys of all requests of a
+block drafter are in one tensor a layer, in pages (`DraftPool`, read by `PooledKeys`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from weakref import finalize
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.drafters.config import LayerConfig
+from outrider.drafters.layers import EVERYTHING, Attention, AttentionPattern
+from outrider.target.attention import additive
+from outrider.utils.measure import on_device
+
+Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+
+
+class DraftKV:
+    """Keys and values of one draft layer for one request in float32, written in place and read up to an end.
+
+        slots   0 .. committed-1 | rows of the draft in hand | free
+
+    Position p is in slot p mod S. Where rows have a window, S slots for the window and a draft's rows are enough: a
+    position takes the slot of one that no row sees any more. A draft's own rows are written behind what is committed
+    and overwritten by the next draft: forgetting costs nothing. The query heads of one key head are folded into rows,
+    so keys are never repeated.
+    Shapes: T rows, S slots read, Q heads, G kv heads, E head dim.
+    """
+
+    def __init__(self, config: LayerConfig, slots: int, device: torch.device) -> None:
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        shape = (config.num_key_value_heads, slots, config.head_dim)
+        self.keys_GSE, self.values_GSE = torch.empty(shape, device=device), torch.empty(shape, device=device)
+
+    @property
+    def slots(self) -> int:
+        return self.keys_GSE.shape[1]
+
+    def write(self, start: int, k_TGE: Tensor, v_TGE: Tensor) -> None:
+        """Put the rows at position `start` and on; of more rows than there are slots the last."""
+        end, S = start + len(k_TGE), self.slots
+        if end <= S:
+            self.keys_GSE[:, start:end] = k_TGE.transpose(0, 1)
+            self.values_GSE[:, start:end] = v_TGE.transpose(0, 1)
+            return
+        places_T = torch.arange(max(start, end - S), end, device=k_TGE.device) % S
+        self.keys_GSE[:, places_T] = k_TGE[-S:].transpose(0, 1)
+        self.values_GSE[:, places_T] = v_TGE[-S:].transpose(0, 1)
+
+    def attend(self, q_TQE: Tensor, end: int, visible_TS: Tensor | None) -> Tensor:
+        """Over the positions before `end` that slots hold, or those of them that are visible: [T, Q, E]."""
+        T, heads, E = q_TQE.shape
+        mask = None if visible_TS is None else visible_TS.repeat(self.groups, 1)
+        q_GRE = q_TQE.transpose(0, 1).reshape(1, heads // self.groups, -1, E)  # rows: query group x T
+        keys, values = self.keys_GSE[None, :, :end], self.values_GSE[None, :, :end]
+        out = F.scaled_dot_product_attention(q_GRE, keys, values, attn_mask=mask)
+        return out.view(heads, T, E).transpose(0, 1)
+
+
+@dataclass
+class DraftSession:
+    """What a drafter remembers of one request.
+
+    Attributes:
+        caches: keys and values, layer by layer; none where they are in a `DraftPool`.
+        waiting: states [m, H] of the newest committed tokens that are used together with a later token, layer by layer.
+        length: number of committed tokens.
+        pages: of the pool, in order.
+        slots: of these pages, that each layer has.
+    """
+
+    caches: list[DraftKV]
+    waiting: list[Tensor] = field(default_factory=list)
+    length: int = 0
+    pages: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    slots: Sequence[int] = ()
+
+    def rows(self, layer: int, positions_T: Ints) -> Ints:
+        """Rows of the pool where a layer's keys of these positions are."""
+        slots_T = positions_T % self.slots[layer]
+        found: Ints = self.pages[slots_T // _PAGE] * _PAGE + slots_T % _PAGE
+        return found
+
+
+def serving_mask(
+    pattern: AttentionPattern, length: int, rows: int, slots: int | None = None, device: torch.device | None = None
+) -> Tensor | None:
+    """What the rows of one block see of `length` context positions and themselves, bool [K, S]; None: everything.
+
+    `slots`: of a cache that may have fewer (`DraftKV`); None: position p is in slot p.
+    """
+    if pattern == EVERYTHING or (pattern.window is None and rows == 1):
+        return None
+    end = length + rows
+    positions_S = torch.arange(end, device=device)
+    if slots is not None and end > slots:
+        positions_S = positions_S[-slots:].roll(end % slots)
+    distance_KS = torch.arange(length, end, device=device)[:, None] - positions_S
+    return _sees(pattern, distance_KS, positions_S >= length)
+
+
+def _sees(pattern: AttentionPattern, distance: Tensor, own: Tensor) -> Tensor:
+    """Whether rows see keys so many positions before them; `own`: keys of their block."""
+    visible = distance >= 0 if pattern.causal else torch.ones_like(distance, dtype=torch.bool)
+    return visible if pattern.window is None else visible & ((distance < pattern.window) | own)
+
+
+class CachedKeys:
+    """The key source of serving: new rows of several requests over their request's cache and one another.
+
+    Their keys are written behind the cached rows, request by request, and forgotten when others are written there.
+
+    Args:
+        starts: rows of each request's caches that come before its new ones.
+        counts: new rows of each request; rows stand request after request.
+        visible: of each request, which of the cached and new rows each new one sees, [count, start + count], or None
+            for all; without it the layer's pattern decides.
+    """
+
+    def __init__(
+        self,
+        sessions: Sequence[DraftSession],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        visible: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        self.requests, self.counts, self.visible = list(zip(sessions, starts, strict=True)), list(counts), visible
+        self._masks: dict[AttentionPattern, Sequence[Tensor | None]] = {}
+
+    def attend(self, attention: Attention, q_XQE: Tensor, k_XGE: Tensor, v_XGE: Tensor) -> Tensor:
+        parts = zip(*(x.flatten(0, -3).split(self.counts) for x in (q_XQE, k_XGE, v_XGE)), strict=True)
+        masks, attended = self._visible(attention, q_XQE.device), []
+        for (session, start), mask, (q, k, v) in zip(self.requests, masks, parts, strict=True):
+            kv = session.caches[attention.layer]
+            kv.write(start, k, v)
+            attended.append(kv.attend(q, start + len(q), mask))
+        return torch.cat(attended).view(q_XQE.shape)
+
+    def _visible(self, attention: Attention, device: torch.device) -> Sequence[Tensor | None]:
+        if self.visible is not None:
+            return self.visible
+        pattern = attention.pattern  # layers alike in it have as many slots
+        if pattern not in self._masks:
+            self._masks[pattern] = [
+                serving_mask(pattern, start, count, slots=session.caches[attention.layer].slots, device=device)
+                for (session, start), count in zip(self.requests, self.counts, strict=True)
+            ]
+        return self._masks[pattern]
+
+
+# ----------------------------------------------------------------------------
+# On a GPU the keys of all requests of a block drafter are in one tensor a layer, in pages: the new rows of all requests
+# are written by one copy and attend by one call, as in target/graphs.py.
+#
+#     position p  ->  slot s = p mod S of its request  ->  page table[s // 16]  ->  row 16 page + s mod 16 of the pool
+#
+# Shapes: R requests, K rows of each, N slots that are gathered, P pages, T new tokens, G kv heads, E head dim.
+# ----------------------------------------------------------------------------
+
+
+_PAGE = 16
+
+
+class DraftPool:
+    """Keys and values of the requests of a block drafter, [2, G, pages * 16, E] a layer in float32. It grows as asked.
+
+    `patterns`: what rows see, layer by layer; layers alike in it have as many slots of a session.
+    """
+
+    def __init__(self, config: LayerConfig, patterns: Sequence[AttentionPattern], device: torch.device) -> None:
+        self.patterns, self.device = list(patterns), device
+        # Zeros: what is masked has weight 0, and that times what was never written may be no number.
+        shape = (2, config.num_key_value_heads, 0, config.head_dim)
+        with torch.inference_mode(False):  # calls in and out of that mode write into them
+            self.layers = [torch.zeros(shape, device=device) for _ in patterns]
+        self._free: list[int] = []
+
+    def session(self, slots: Sequence[int]) -> DraftSession:
+        """An empty session of so many slots in each layer; its pages are free again when it is forgotten."""
+        count = -(-max(slots) // _PAGE)
+        if len(self._free) < count:
+            self._grow(count - len(self._free))
+        pages = [self._free.pop() for _ in range(count)]
+        session = DraftSession([], pages=np.array(pages, dtype=np.int64), slots=slots)
+        finalize(session, self._free.extend, pages)
+        return session
+
+    def _grow(self, more: int) -> None:
+        """By that many pages at least, by half in any case."""
+        there = self.layers[0].shape[2] // _PAGE
+        more = max(more, there // 2)
+        with torch.inference_mode(False):
+            self.layers = [F.pad(pool, (0, 0, 0, more * _PAGE)) for pool in self.layers]
+        self._free += reversed(range(there, there + more))
+
+    def write(self, layer: int, rows_T: Tensor, *, keys_values: tuple[Tensor, Tensor]) -> None:
+        """Put keys and values of tokens, [T, G, E] each, into these rows."""
+        self.layers[layer].index_copy_(2, rows_T, torch.stack(keys_values).transpose(1, 2))
+
+    def rows_of(self, sessions: Sequence[DraftSession], counts: Sequence[int]) -> list[tuple[Tensor, Tensor | None]]:
+        """Layer by layer, where new tokens behind the committed ones belong, and which of the new ones these are.
+
+        Of more than a layer has slots, only the last: the others would be overwritten. None: all of them.
+        """
+        found: dict[AttentionPattern, tuple[Tensor, Tensor | None]] = {}
+        for layer, pattern in enumerate(self.patterns):
+            if pattern in found:
+                continue
+            rows, kept, first = [], [], 0
+            for session, count in zip(sessions, counts, strict=True):
+                few = min(count, session.slots[layer])
+                end, first = session.length + count, first + count
+                rows.append(session.rows(layer, np.arange(end - few, end)))
+                kept.append(np.arange(first - few, first))
+            rows_T = np.concatenate(rows)
+            kept_T = None if len(rows_T) == first else on_device(torch.from_numpy(np.concatenate(kept)), self.device)
+            found[pattern] = on_device(torch.from_numpy(rows_T), self.device), kept_T
+        return [found[pattern] for pattern in self.patterns]
+
+
+class PooledKeys:
+    """The key source of drafts whose keys are in a pool: K new rows of each request, behind its committed tokens."""
+
+    def __init__(self, pool: DraftPool, sessions: Sequence[DraftSession], rows: int) -> None:
+        self.pool, self.rows, self.sessions = pool, rows, sessions
+        self.ends = np.array([session.length + rows for session in sessions])
+        pages = [session.pages[: -(-end // _PAGE)] for session, end in zip(sessions, self.ends, strict=True)]
+        numbers = np.zeros((len(sessions), 1 + max(map(len, pages))), dtype=np.int64)
+        numbers[:, 0] = self.ends
+        for r, own in enumerate(pages):
+            numbers[r, 1 : 1 + len(own)] = own * _PAGE
+        numbers_RP = on_device(torch.from_numpy(numbers), pool.device)
+        self.ends_R1, self.firsts_RP = numbers_RP[:, :1], numbers_RP[:, 1:]
+        self._shared: dict[AttentionPattern, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def attend(self, attention: Attention, q_RKQE: Tensor, k_RKGE: Tensor, v_RKGE: Tensor) -> Tensor:
+        pattern, layer, (R, K, Q, E) = attention.pattern, attention.layer, q_RKQE.shape
+        if pattern not in self._shared:
+            self._shared[pattern] = self._of(pattern, layer, queries=Q // k_RKGE.shape[2])
+        new_X, gathered_X, mask = self._shared[pattern]
+        self.pool.write(layer, new_X, keys_values=(k_RKGE.flatten(0, 1), v_RKGE.flatten(0, 1)))
+        gathered = self.pool.layers[layer].index_select(2, gathered_X).unflatten(2, (R, -1)).transpose(1, 2)
+        folded = q_RKQE.transpose(1, 2).reshape(R, k_RKGE.shape[2], -1, E)  # rows: query group x K
+        out = F.scaled_dot_product_attention(folded, gathered[0], gathered[1], attn_mask=mask)
+        return out.view(R, Q, K, E).transpose(1, 2)
+
+    def _of(self, pattern: AttentionPattern, layer: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of the pool for the new keys [R K] and to gather [R N], and the additive mask over [R, 1, queries K, N].
+
+        The mask has one row for all where they see the same.
+        """
+        device, slots = self.pool.device, np.array([session.slots[layer] for session in self.sessions])
+        new = [s.rows(layer, np.arange(end - self.rows, end)) for s, end in zip(self.sessions, self.ends, strict=True)]
+        new_X = on_device(torch.from_numpy(np.concatenate(new)), device)
+        pages = int(-(-np.minimum(self.ends, slots).max() // _PAGE))
+        gathered_RN = (self.firsts_RP[:, :pages, None] + torch.arange(_PAGE, device=device)).flatten(1)
+        position_N = slot_N = torch.arange(pages * _PAGE, device=device)
+        held_RN = slot_N < self.ends_R1
+        if (self.ends > slots).any():  # the last position before the end that a slot is for; below 0: there is none
+            slots_R1 = on_device(torch.from_numpy(slots[:, None]), device)
+            position_N = slot_N + (self.ends_R1 - 1 - slot_N).div(slots_R1, rounding_mode="floor") * slots_R1
+            held_RN = (slot_N < slots_R1) & (position_N >= 0)
+        if pattern == EVERYTHING:
+            return new_X, gathered_RN.flatten(), additive(held_RN, torch.float32)[:, None, None]
+        start_R1 = self.ends_R1 - self.rows
+        row_RK1 = (start_R1 + torch.arange(self.rows, device=device))[..., None]
+        own_R1N = (position_N >= start_R1)[:, None]
+        visible_RKN = _sees(pattern, row_RK1 - position_N.unsqueeze(-2), own_R1N) & held_RN[:, None]
+        mask = additive(visible_RKN, torch.float32).repeat(1, queries, 1)[:, None]
+        return new_X, gathered_RN.flatten(), mask
