@@ -314,9 +314,9 @@ class DraftLayer(Packable):
 class DFlash(DraftModule):
     """The backbone all block drafters share. Parameter names are those of the z-lab dialect.
 
-    Weights begin as the target's: fc picks the last aux layer, hidden_norm is the input norm that the copied keys were
-    trained behind, and the draft layers are the target's last ones (drafters/target_weights.py). The final norm begins as ones:
-    the target's own makes untrained hidden states overconfident, and the first losses explode.
+    Weights begin as the target's: fc picks the last aux layer, hidden_norm is the input norm of the layer that the
+    copied keys come from, and the draft layers are the target's last ones (drafters/target_weights.py). The final norm
+    begins as ones: the target's own makes untrained hidden states overconfident, and the first losses explode.
     """
 
     aux_weight: str | None = "fc.weight"
