@@ -72,7 +72,7 @@ def test_the_frontier_highlights_three_variants(drawn: Path) -> None:
 
 
 def test_a_profile_has_ticks_at_powers_of_two_and_break_even(drawn: Path) -> None:
-    plot_profile(Profile.load(MEASURED / "load" / "profile.json"), 256, drawn, rows=8)
+    plot_profile(Profile.load(MEASURED / "load" / "profile.json"), drawn, 256, rows=8)
     left, middle, right = plt.gcf().axes
     assert [int(tick) for tick in left.get_xticks()] == [1 << i for i in range(9)]
     assert (

@@ -9,8 +9,10 @@ Results of different conditions are refused. Training budgets, and the part of e
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,7 @@ from outrider.evaluation.plots import (
     FEWEST_ROUNDS,
     GREY,
     MOST_SERIES,
-    LineEnd,
     draw_band,
-    label_ends,
     label_point,
     save_figure,
     short_name,
@@ -74,8 +74,6 @@ def load_results(argument: str) -> LabelledResults:
     if not path.is_file():
         raise ValueError(f"{directory} has no results.json: give directories that outrider eval --out wrote.")
     results = Results.load(path)
-    if not results.tasks:
-        raise ValueError(f"{path} has no tasks: run outrider eval again.")
     return LabelledResults(label or results.drafter.label, Path(directory), results)
 
 
@@ -86,11 +84,9 @@ def compare_directories(config: CompareConfig) -> Comparison:
         ValueError: no results there, one directory twice, or results that are not comparable.
     """
     loaded = [load_results(argument) for argument in config.results]
-    known: set[Path] = set()
-    for results in loaded:
-        if results.path.resolve() in known:
-            raise ValueError(f"{results.path} is given twice; the results of one directory are those of one seed.")
-        known.add(results.path.resolve())
+    places = [one.path.resolve() for one in loaded]
+    if twice := [one.path for one, place in zip(loaded, places, strict=True) if places.count(place) > 1]:
+        raise ValueError(f"{twice[0]} is given twice; the results of one directory are those of one seed.")
     costs = None if config.draft_cost is None else load_costs(config.draft_cost)
     return compare(loaded, config.allow_different, costs, questions=config.questions)
 
@@ -98,48 +94,45 @@ def compare_directories(config: CompareConfig) -> Comparison:
 def conditions_of(results: Results) -> dict[str, Any]:
     """The conditions that compared results must share, as a flat mapping; the policy is not among them."""
     settings = results.settings
-    found = {name: settings.get(name) for name in ("target", "device", "dtype", "thinking", "max_new_tokens")}
-    found["concurrency"] = settings.get("concurrency", 1)
-    found |= {f"sampling {name}": value for name, value in settings.get("sampling", {}).items()}
-    found["verification"] = results.lossy or "lossless"
-    found["tasks"] = ", ".join(task.task for task in results.tasks)
-    for task in results.tasks:
-        found[f"samples of {task.task}"] = task.samples
-        found[f"prompts of {task.task}"] = task.prompts_sha256
-    found |= {f"machine {name}": value for name, value in results.machine.items()}
-    return found | {f"version of {name}": value for name, value in results.versions.items()}
+    return {
+        **{name: settings.get(name) for name in ("target", "device", "dtype", "thinking", "max_new_tokens")},
+        "concurrency": settings.get("concurrency", 1),
+        **{f"sampling {name}": value for name, value in settings.get("sampling", {}).items()},
+        "verification": results.lossy or "lossless",
+        "tasks": ", ".join(task.task for task in results.tasks),
+        **{f"samples of {task.task}": task.samples for task in results.tasks},
+        **{f"prompts of {task.task}": task.prompts_sha256 for task in results.tasks},
+        **_machine(results.machine),
+        **{f"version of {name}": value for name, value in results.versions.items()},
+    }
 
 
-def cost_differences(costs: DraftCosts, conditions: Mapping[str, Any]) -> list[str]:
-    """List the differences in target and machine between draft costs and results."""
-    theirs = {"target": costs.target, **{f"machine {name}": value for name, value in costs.machine.items()}}
-    ours = {name: conditions.get(name) for name in theirs}
-    return differences(["results", "draft costs"], [ours, theirs])
+def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"machine {name}": value for name, value in machine.items()}
 
 
 def budgets_of(loaded: Sequence[LabelledResults]) -> list[str]:
     """List the differences in training budgets. Anchors depend on the seed, so data are compared seed by seed."""
-    trained = [(one.label, one.drafter.training) for one in loaded]
-    known = [(label, training) for label, training in trained if training is not None]
-    found = differences([label for label, _ in known], [{"steps": training.steps} for _, training in known])
-    for seed in dict.fromkeys(training.seed for _, training in known):
-        same = [(label, training) for label, training in known if training.seed == seed]
-        fields = [training.model_dump(include=_DATA) for _, training in same]
-        found += [f"seed {seed}, {line}" for line in differences([label for label, _ in same], fields)]
-    return found
+    trained = [(one.label, training) for one in loaded if (training := one.drafter.training) is not None]
+    lines = differences([label for label, _ in trained], [{"steps": training.steps} for _, training in trained])
+    for seed in dict.fromkeys(training.seed for _, training in trained):
+        labels = [label for label, training in trained if training.seed == seed]
+        fields = [training.model_dump(include=_DATA) for _, training in trained if training.seed == seed]
+        lines += [f"seed {seed}, {line}" for line in differences(labels, fields)]
+    return lines
 
 
-def differences(labels: Sequence[str], found: Sequence[Mapping[str, Any]]) -> list[str]:
+def differences(labels: Sequence[str], fields: Sequence[Mapping[str, Any]]) -> list[str]:
     """List each name that has several values, as `name: a (labels), b (labels)`; missing values do not count."""
     lines = []
-    for name in dict.fromkeys(name for one in found for name in one):
+    for name in dict.fromkeys(chain.from_iterable(fields)):
         who: dict[str, list[str]] = {}
-        for label, one in zip(labels, found, strict=True):
-            if one.get(name) is not None:
-                who.setdefault(str(one[name]), []).append(label)
+        for label, mine in zip(labels, fields, strict=True):
+            if (value := mine.get(name)) is not None:
+                who.setdefault(str(value), []).append(label)
         if len(who) > 1:
-            found_here = (f"{_shortened(v)} ({', '.join(dict.fromkeys(w))})" for v, w in who.items())
-            lines.append(f"{name}: " + ", ".join(found_here))
+            lines.append(f"{name}: " + ", ".join(f"{_shortened(v)} ({', '.join(dict.fromkeys(w))})"
+                                                 for v, w in who.items()))  # fmt: skip
     return lines
 
 
@@ -156,7 +149,13 @@ def _shortened(value: str) -> str:
 
 MEAN = "mean"
 _REPLICATES = 4000  # of the bootstrap
-FIGURES = ("accepted_length", "acceptance_rate", "speedup", "draft_ms", "verify_ms")
+FIGURES: dict[str, Callable[[float], str]] = {
+    "accepted_length": "{:.2f}".format,
+    "acceptance_rate": lambda value: f"{100 * value:.1f} %",
+    "speedup": "{:.2f}x".format,
+    "draft_ms": "{:.1f}".format,
+    "verify_ms": "{:.1f}".format,
+}
 
 
 class Figures(BaseModel):
@@ -250,11 +249,15 @@ def compare(
             question about no label, or one that there is not.
     """
     conditions = [conditions_of(one.results) for one in loaded]
-    found = differences([one.label for one in loaded], conditions)
-    found += [] if costs is None else cost_differences(costs, conditions[0])
-    if found and not allow_different:
-        raise ValueError(f"not comparable: {'; '.join(found)}. --allow-different shows them all the same.")
-    tasks = [name for name in _tasks(loaded[0]) if all(name in _tasks(one) for one in loaded)]
+    differing = differences([one.label for one in loaded], conditions)
+    if costs is not None:
+        theirs = {"target": costs.target, **_machine(costs.machine)}
+        ours = {name: conditions[0].get(name) for name in theirs}
+        differing += differences(["results", "draft costs"], [ours, theirs])
+    if differing and not allow_different:
+        raise ValueError(f"not comparable: {'; '.join(differing)}. --allow-different shows them all the same.")
+    first, *others = ([task.task for task in one.results.tasks] for one in loaded)
+    tasks = [name for name in first if all(name in other for other in others)]
     if not tasks:
         raise ValueError(f"no task is in all of {', '.join(str(one.path) for one in loaded)}.")
     groups = [_group(label, loaded, tasks) for label in dict.fromkeys(one.label for one in loaded)]
@@ -265,7 +268,7 @@ def compare(
             raise ValueError(f"question {question!r}: name the results that it compares.")
     return Comparison(
         conditions=conditions[0],
-        differences=found,
+        differences=differing,
         budgets=budgets_of(loaded),
         groups=groups,
         draft_cost=costs,
@@ -291,24 +294,18 @@ def load_comparison(path: Path) -> Comparison:
     return found
 
 
-def _tasks(one: LabelledResults) -> list[str]:
-    return [task.task for task in one.results.tasks]
-
-
 def _group(label: str, loaded: Sequence[LabelledResults], tasks: Sequence[str]) -> Group:
     mine = [one for one in loaded if one.label == label]
-    kinds = [_identity(one) for one in mine]
-    found = differences([str(one.path) for one in mine], kinds)
-    if found:
-        raise ValueError(f"{label!r} names different drafters: {'; '.join(found)}. Name them: NAME=DIR OTHER=DIR.")
+    if differing := differences([str(one.path) for one in mine], [_identity(one) for one in mine]):
+        raise ValueError(f"{label!r} names different drafters: {'; '.join(differing)}. Name them: NAME=DIR OTHER=DIR.")
     entries = [
         GroupMember(path=str(one.path), drafter=one.drafter, figures=_figures(one, tasks), curve=_curve(one))
         for one in mine
     ]
-    spreads = {}
-    for i, task in enumerate([*tasks, MEAN]):
-        rows = [entry.figures[i] for entry in entries]
-        spreads[task] = {name: _spread([getattr(row, name) for row in rows]) for name in FIGURES}
+    spreads = {
+        task: {name: _spread([getattr(entry.figures[i], name) for entry in entries]) for name in FIGURES}
+        for i, task in enumerate([*tasks, MEAN])
+    }
     first = mine[0].results
     return Group(label=label, lossy=first.lossy, verified=first.verified, entries=entries, spreads=spreads)
 
@@ -322,13 +319,14 @@ def _curve(one: LabelledResults) -> list[tuple[int, float]]:
 
 def _identity(one: LabelledResults) -> dict[str, Any]:
     """The fields that results of one label must share."""
-    drafter, settings = one.drafter, one.results.settings
-    found = {"algorithm": drafter.algorithm, "gamma": drafter.gamma, "parameters": drafter.parameters}
-    found |= {"nodes": drafter.nodes, "verification": one.results.lossy or "lossless"}
-    found |= {
-        name: settings.get(name) for name in ("policy", "confidence_threshold", "draft_length", "block_size", "tree")
+    options = ("policy", "confidence_threshold", "draft_length", "block_size", "tree")
+    training = one.drafter.training
+    return {
+        **one.drafter.model_dump(include={"algorithm", "gamma", "parameters", "nodes"}),
+        "verification": one.results.lossy or "lossless",
+        **{name: one.results.settings.get(name) for name in options},
+        "recipe": training and training.recipe_sha256,
     }
-    return found | ({} if drafter.training is None else {"recipe": drafter.training.recipe_sha256})
 
 
 def _figures(one: LabelledResults, tasks: Sequence[str]) -> list[Figures]:
@@ -342,33 +340,28 @@ def _figures(one: LabelledResults, tasks: Sequence[str]) -> list[Figures]:
 def figures_of(task: TaskResult) -> Figures:
     """The figures of one task."""
     accepted = sum(k * count for k, count in enumerate(task.acceptance_histogram))
+    same = ("task", "accepted_length", "speedup", "turns", "conditional_acceptance", "reached", "speedup_quartiles")
     return Figures(
-        task=task.task,
-        accepted_length=task.accepted_length,
+        **{name: getattr(task, name) for name in same},
         acceptance_rate=accepted / task.verified_drafts if task.verified_drafts else None,
-        speedup=task.speedup,
         draft_ms=1e3 * task.draft_seconds / task.rounds,
         verify_ms=1e3 * task.verify_seconds / task.rounds,
-        turns=task.turns,
         ties=task.greedy_ties,
         mismatches=task.greedy_mismatches,
         sampled=task.greedy_identical is None,
-        conditional_acceptance=task.conditional_acceptance,
-        reached=task.reached,
-        speedup_quartiles=task.speedup_quartiles,
         by_prompt=task.by_prompt or [],
     )
 
 
 def speedups_of(comparison: Comparison) -> dict[str, list[Speedup]]:
     """Speedups of each drafter, one for each result and task, for a verdict."""
-    found: dict[str, list[Speedup]] = {}
-    for group in comparison.groups:
-        mine = found.setdefault(group.name, [])
-        for figures in (figures for entry in group.entries for figures in entry.figures if figures.task != MEAN):
-            low, _, high = figures.speedup_quartiles
-            mine.append(Speedup(figures.task, figures.speedup, low, high=high, samples=figures.turns))
-    return found
+    return {
+        group.name: [
+            Speedup(f.task, f.speedup, f.speedup_quartiles[0], high=f.speedup_quartiles[2], samples=f.turns)
+            for entry in group.entries for f in entry.figures if f.task != MEAN
+        ]
+        for group in comparison.groups
+    }  # fmt: skip
 
 
 def difference_interval(first: Group, other: Group) -> tuple[float, float] | None:
@@ -405,14 +398,15 @@ def _resampled(results: Sequence[Sequence[tuple[int, int]]], times_RP: NDArray[n
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if len(known) == len(values) else None
+    spread = _spread(values)
+    return spread and spread.mean
 
 
 def _spread(values: Sequence[float | None]) -> Spread | None:
     known = [value for value in values if value is not None]
-    mean = _mean(values)
-    return None if mean is None else Spread(mean=mean, low=min(known), high=max(known))
+    if len(known) < len(values):
+        return None
+    return Spread(mean=sum(known) / len(known), low=min(known), high=max(known))
 
 
 # ----------------------------------------------------------------------------
@@ -429,8 +423,12 @@ BEST = 5  # drafters with bars
 
 def ranked(comparison: Comparison) -> list[Group]:
     """The groups in the order of their mean speedup, the fastest first."""
-    means = {group.label: group.spreads[MEAN]["speedup"] for group in comparison.groups}
-    return sorted(comparison.groups, key=lambda group: -(found.mean if (found := means[group.label]) else 0.0))
+
+    def speed(group: Group) -> float:
+        spread = group.spreads[MEAN]["speedup"]
+        return spread.mean if spread else 0.0
+
+    return sorted(comparison.groups, key=speed, reverse=True)
 
 
 def _facts(comparison: Comparison, most: int) -> tuple[str | None, ...]:
@@ -453,32 +451,39 @@ def plot_conditional(comparison: Comparison, path: Path) -> None:
         axes.set_xticks(range(1, gamma + 1))
         axes.set_xlim(0.5, gamma + 0.5)
         axes.grid(alpha=0.3)
-        ends = [_conditional_line(axes, group, i, rank=rank) for rank, group in enumerate(groups)]
-        label_ends(axes, [end for end in ends if end is not None])
+        for rank, group in enumerate(groups):
+            _conditional_line(axes, group, i, rank=rank)
     note = f"positions that fewer than {FEWEST_ROUNDS} rounds reached are left out; bold: the fastest drafter"
     figure.supxlabel(note, fontsize=8, color="grey")
     panels[0].set_ylabel("P(accept k | 1..k-1 accepted)")
     save_figure(figure, path, "Conditional acceptance by position", *_facts(comparison, MOST_SERIES))
 
 
-def _conditional_line(axes: Axes, group: Group, task: int, rank: int) -> LineEnd | None:
-    """Draw a drafter's line, rank 0 in front, and return its end; None if few rounds reached every position."""
-    color, order = COLOURS[rank], 3 + (MOST_SERIES - rank) / 100
-    found = [entry.figures[task] for entry in group.entries]
-    drawn: list[tuple[int, float]] = []
-    for k in range(max(len(figures.reached) for figures in found)):
-        known = [(f.conditional_acceptance[k], f.reached[k]) for f in found if k < len(f.reached)]
+def _conditional_line(axes: Axes, group: Group, task: int, rank: int) -> None:
+    """Draw a drafter's line over the positions that enough rounds reached, rank 0 in front."""
+    color, figures = COLOURS[rank], [entry.figures[task] for entry in group.entries]
+    line: list[tuple[int, float]] = []
+    for k in range(max(len(f.reached) for f in figures)):
+        known = [(f.conditional_acceptance[k], f.reached[k]) for f in figures if k < len(f.reached)]
         judged = [(height, rounds) for height, rounds in known if height is not None and rounds]
         rounds = sum(count for _, count in judged)
         if rounds < FEWEST_ROUNDS:
             continue
-        drawn.append((k + 1, sum(height * count for height, count in judged) / rounds))
-        if len(found) > 1:
+        line.append((k + 1, sum(height * count for height, count in judged) / rounds))
+        if len(figures) > 1:
             axes.scatter([k + 1] * len(judged), [height for height, _ in judged], s=8, color=color, alpha=0.5)
     width, size = (2.6, 5) if rank == 0 else (1.2, 3)
-    positions, heights = [k for k, _ in drawn], [height for _, height in drawn]
-    axes.plot(positions, heights, "o-", color=color, zorder=order, linewidth=width, markersize=size)
-    return LineEnd(*drawn[-1], text=group.name, color=color) if drawn else None
+    order = 3 + (MOST_SERIES - rank) / 100
+    axes.plot(
+        [k for k, _ in line],
+        [height for _, height in line],
+        "o-",
+        color=color,
+        zorder=order,
+        linewidth=width,
+        markersize=size,
+        label=group.name,
+    )
 
 
 def plot_tau_and_speedup(comparison: Comparison, path: Path, most: int = BEST) -> None:
@@ -518,82 +523,70 @@ def plot_questions(comparison: Comparison, path: Path) -> None:
     A large dot is the mean over a label's results, small dots are the results. A line is the first label's mean plus
     the 95 % interval of the difference (`difference_interval`).
     """
-    groups, asked = {group.label: group for group in comparison.groups}, comparison.questions
-    columns = min(3, len(asked))
-    lines = math.ceil(len(asked) / columns)
-    most = max(map(len, asked.values()))
-    size = (max(7.2, 4.4 * columns), lines * (0.24 * most + 0.9) + 0.6)
+    groups, questions = {group.label: group for group in comparison.groups}, comparison.questions
+    columns = min(3, len(questions))
+    lines = math.ceil(len(questions) / columns)
+    size = (max(7.2, 4.4 * columns), lines * (0.24 * max(map(len, questions.values())) + 0.9) + 0.6)
     figure, grid = plt.subplots(lines, columns, figsize=size, sharex=True, squeeze=False, layout="constrained")
-    intervals = False
-    for axes in grid.flat[len(asked) :]:
+    for axes in grid.flat[len(questions) :]:
         axes.set_axis_off()
-    for axes, (question, labels) in zip(grid.flat, asked.items(), strict=False):
-        for place, label in enumerate(labels):
-            tau = groups[label].spreads[MEAN]["accepted_length"]
-            assert tau is not None
-            right = tau.high
-            if not place:
-                first = tau.mean
-                axes.axvline(first, color=GREY, linewidth=1)
-            elif (interval := difference_interval(groups[labels[0]], groups[label])) is not None:
-                low, high = first + interval[0], first + interval[1]
-                axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=1.6)
-                right, intervals = max(right, high), True
-            seeds = [entry.figures[-1].accepted_length for entry in groups[label].entries]
-            axes.plot(seeds, [place] * len(seeds), "o", color=COLOURS[0], markersize=2.5)
-            axes.plot([tau.mean], [place], "o", color=COLOURS[0], markersize=5)
-            label_point(axes, f"{tau.mean:.2f}", x=right, y=place)
-        axes.set_title(question, fontsize=10)
-        axes.set_yticks(range(len(labels)), [groups[label].name for label in labels], fontsize=8)
-        axes.invert_yaxis()
-        axes.margins(x=0.2, y=0.15)
-        axes.grid(alpha=0.3, axis="x")
-        axes.tick_params(labelbottom=True)
-    lines_are = "; lines: 95 % of the difference to the first" if intervals else ""
-    figure.supxlabel(f"\u03c4, tokens per target pass, mean over tasks; small dots: seeds{lines_are}", fontsize=9)
+    intervals = [_plot_question(axes, question, [groups[label] for label in labels])
+                 for axes, (question, labels) in zip(grid.flat, questions.items(), strict=False)]  # fmt: skip
+    note = "; lines: 95 % of the difference to the first" if any(intervals) else ""
+    figure.supxlabel(f"\u03c4, tokens per target pass, mean over tasks; small dots: seeds{note}", fontsize=9)
     save_figure(figure, path, "Accepted length by question", *_facts(comparison, len(comparison.groups)))
 
 
-def _curves(comparison: Comparison, labels: Sequence[str]) -> dict[str, tuple[list[int], list[list[float]]]]:
-    """{label: (steps, held-out expected lengths of all its seeds at each step)}.
-
-    Steps that not all seeds of a label have are left out, and labels without a step.
-    """
-    found = {}
-    for group in comparison.groups:
-        curves = [dict(entry.curve) for entry in group.entries]
-        steps = sorted(set.intersection(*map(set, curves)))
-        if steps and group.label in labels:
-            found[group.label] = steps, [[curve[step] for curve in curves] for step in steps]
-    return found
+def _plot_question(axes: Axes, question: str, groups: Sequence[Group]) -> bool:
+    """Draw a panel of `plot_questions`; returns whether it has an interval."""
+    intervals = [difference_interval(groups[0], group) for group in groups[1:]]
+    first = _tau(groups[0]).mean
+    axes.axvline(first, color=GREY, linewidth=1)
+    for place, (group, interval) in enumerate(zip(groups, [None, *intervals], strict=True)):
+        tau, right = _tau(group), _tau(group).high
+        if interval is not None:
+            low, high = (first + end for end in interval)
+            axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=1.6)
+            right = max(right, high)
+        seeds = [entry.figures[-1].accepted_length for entry in group.entries]
+        axes.plot(seeds, [place] * len(seeds), "o", color=COLOURS[0], markersize=2.5)
+        axes.plot([tau.mean], [place], "o", color=COLOURS[0], markersize=5)
+        label_point(axes, f"{tau.mean:.2f}", x=right, y=place)
+    axes.set_title(question, fontsize=10)
+    axes.set_yticks(range(len(groups)), [group.name for group in groups], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.2, y=0.15)
+    axes.grid(alpha=0.3, axis="x")
+    axes.tick_params(labelbottom=True)
+    return any(interval is not None for interval in intervals)
 
 
 def plot_convergence(comparison: Comparison, path: Path) -> bool:
     """Plot held-out expected length by training step: a panel per question, a line per label, its seeds as a band.
 
-    Figure 5 of DFlash (arXiv 2602.06036) is such a panel.
+    Figure 5 of DFlash (arXiv 2602.06036) is such a panel. A line has the steps that all seeds of its label have.
 
     Returns:
         False, and nothing is written, if no label of a question has a curve.
     """
-    known = {question: _curves(comparison, labels) for question, labels in comparison.questions.items()}
-    known = {question: curves for question, curves in known.items() if curves}
+    curves = {}
+    for group in comparison.groups:
+        seeds = [dict(entry.curve) for entry in group.entries]
+        if steps := sorted(set.intersection(*map(set, seeds))):
+            curves[group.label] = steps, [[seed[step] for seed in seeds] for step in steps]
+    known = {question: [label for label in labels if label in curves][:MOST_SERIES]
+             for question, labels in comparison.questions.items()}  # fmt: skip
+    known = {question: labels for question, labels in known.items() if labels}
     if not known:
         return False
     figure, panels = small_multiples(len(known), 3, panel=(4.4, 2.8))
-    ends: list[list[LineEnd]] = []
-    for axes, (question, curves) in zip(panels, known.items(), strict=True):
-        drawn = [label for label in comparison.questions[question] if label in curves][:MOST_SERIES]
-        ends.append([])
-        for label, color in zip(drawn, COLOURS, strict=False):
+    for axes, (question, labels) in zip(panels, known.items(), strict=True):
+        for label, color in zip(labels, COLOURS, strict=False):
             steps, heights = curves[label]
-            band = [min(found) for found in heights], [max(found) for found in heights]
-            means = [sum(found) / len(found) for found in heights]
-            ends[-1].append(draw_band(axes, steps, means, band=band, color=color, text=label))
+            low, middle, high = ([merge(mine) for mine in heights] for merge in (min, statistics.fmean, max))
+            draw_band(axes, steps, low=low, middle=middle, high=high, color=color, label=label)
         axes.set_title(question, fontsize=10)
         axes.grid(alpha=0.3)
-    for axes, mine in zip(panels, ends, strict=True):  # when the limits, which all panels share, are set
-        label_ends(axes, mine)
     figure.supxlabel("training step", fontsize=9)
     figure.supylabel("expected tokens per round, held out", fontsize=9)
     save_figure(figure, path, "Convergence; bands: lowest to highest seed", *_facts(comparison, len(comparison.groups)))
@@ -615,26 +608,62 @@ HEADINGS = (
     "minutes",
 )
 _UNKNOWN = "-"
-_FORMATS: dict[str, Callable[[float], str]] = {
-    "accepted_length": lambda value: f"{value:.2f}",
-    "acceptance_rate": lambda value: f"{100 * value:.1f} %",
-    "speedup": lambda value: f"{value:.2f}x",
-    "draft_ms": lambda value: f"{value:.1f}",
-    "verify_ms": lambda value: f"{value:.1f}",
-}
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
     """Cells under `HEADINGS`: for each task and the mean, the groups, each followed by its results."""
-    found = []
+    lines = []
     for i in range(len(comparison.groups[0].spreads)):
         for group in comparison.groups:
             many = len(group.entries) > 1
             name = group.name + (f", {len(group.entries)} results" if many else "")
-            found.append(_row(group, name, group.entries, task=i))
-            if many:
-                found += [_row(group, _entry_name(entry), [entry], task=i) for entry in group.entries]
-    return found
+            lines.append(_row(group, name, group.entries, task=i))
+            for entry in group.entries if many else ():
+                training = entry.drafter.training
+                name = f"  seed {training.seed}" if training is not None else f"  {Path(entry.path).name}"
+                lines.append(_row(group, name, [entry], task=i))
+    return lines
+
+
+def _row(group: Group, name: str, entries: Sequence[GroupMember], task: int) -> list[str]:
+    """Cells of results of a group on one task: a figure, or the mean (lowest-highest) of several.
+
+    Parameters, in millions, and training minutes are in rows of the mean alone.
+    """
+    figures, drafter = [entry.figures[task] for entry in entries], entries[0].drafter
+    gamma = str(drafter.gamma)
+    if drafter.nodes not in (None, drafter.gamma):
+        gamma += f" ({drafter.nodes} nodes)"
+    cells = [_spread_cell(_spread([getattr(one, key) for one in figures]), FIGURES[key]) for key in FIGURES]
+    cells = [figures[0].task, name, gamma, *cells, _identical(figures, group)]
+    if figures[0].task != MEAN:
+        return [*cells, "", ""]
+    parameters = _UNKNOWN if drafter.parameters is None else f"{drafter.parameters / 1e6:.1f} M"
+    seconds = _mean([entry.drafter.training.seconds if entry.drafter.training else None for entry in entries])
+    return [*cells, parameters, _UNKNOWN if seconds is None else f"{seconds / 60:.1f}"]
+
+
+def _identical(figures: Sequence[Figures], group: Group) -> str:
+    if any(one.sampled for one in figures):
+        return "sampled"
+    turns, ties, wrong = (sum(getattr(f, name) for f in figures) for name in ("turns", "ties", "mismatches"))
+    text = f"{turns - ties - wrong}/{turns}"
+    text += f", {ties} tie{'s' if ties > 1 else ''}" if ties else ""
+    return text + (f", {wrong} DIFFER" if wrong and not group.lossy else "")
+
+
+def _tau(group: Group) -> Spread:
+    """Tokens per target pass, mean over tasks, which every result records."""
+    tau = group.spreads[MEAN]["accepted_length"]
+    assert tau is not None
+    return tau
+
+
+def _spread_cell(spread: Spread | None, text: Callable[[float], str]) -> str:
+    if spread is None:
+        return _UNKNOWN
+    mean, low, high = map(text, (spread.mean, spread.low, spread.high))
+    return mean if spread.low == spread.high else f"{mean} ({low}-{high})"
 
 
 _SHOWN = ("tau", "per verified", "speedup", "draft ms", "verify ms", "identical")  # on the terminal
@@ -689,13 +718,11 @@ def answers(comparison: Comparison) -> list[list[str]]:
     result); below 3 more seeds are wanted.
     """
     groups = {group.label: group for group in comparison.groups}
-    taus = {label: group.spreads[MEAN]["accepted_length"] for label, group in groups.items()}
-    found = []
+    lines = []
     for question, labels in comparison.questions.items():
-        first = taus[labels[0]]
+        first = _tau(groups[labels[0]])
         for label in labels:
-            tau = taus[label]
-            assert first is not None and tau is not None
+            tau = _tau(groups[label])
             difference, spread = tau.mean - first.mean, max(first.high - first.low, tau.high - tau.low)
             compared = ["", "", ""]
             if label != labels[0]:
@@ -705,8 +732,8 @@ def answers(comparison: Comparison) -> list[list[str]]:
                     _UNKNOWN if interval is None else f"{interval[0]:+.2f} to {interval[1]:+.2f}",
                     f"{abs(difference) / spread:.1f}" if spread else _UNKNOWN,
                 ]
-            found.append([question, label, _spread_cell(tau, _FORMATS["accepted_length"]), *compared])
-    return found
+            lines.append([question, label, _spread_cell(tau, FIGURES["accepted_length"]), *compared])
+    return lines
 
 
 def markdown(comparison: Comparison) -> str:
@@ -751,51 +778,3 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
         paths.append(out / "draft_cost.png")
         plot_draft_cost(comparison.draft_cost, paths[-1], [group.label for group in ranked(comparison)])
     return paths
-
-
-def _row(group: Group, name: str, entries: Sequence[GroupMember], task: int) -> list[str]:
-    """Cells of results of a group on one task: a figure, or the mean (lowest-highest) of several."""
-    figures = [entry.figures[task] for entry in entries]
-    cells = [_spread_cell(_spread([getattr(one, key) for one in figures]), _FORMATS[key]) for key in FIGURES]
-    title = figures[0].task
-    return [title, name, _gamma(entries[0]), *cells, _identical(figures, group), *_made(entries, title)]
-
-
-def _entry_name(entry: GroupMember) -> str:
-    training = entry.drafter.training
-    return f"  seed {training.seed}" if training is not None else f"  {Path(entry.path).name}"
-
-
-def _gamma(entry: GroupMember) -> str:
-    """The draft length, and the number of nodes of a tree."""
-    gamma, nodes = entry.drafter.gamma, entry.drafter.nodes
-    return str(gamma) if nodes is None or nodes == gamma else f"{gamma} ({nodes} nodes)"
-
-
-def _spread_cell(found: Spread | None, text: Callable[[float], str]) -> str:
-    if found is None:
-        return _UNKNOWN
-    return text(found.mean) if found.low == found.high else f"{text(found.mean)} ({text(found.low)}-{text(found.high)})"
-
-
-def _identical(figures: Sequence[Figures], group: Group) -> str:
-    if any(one.sampled for one in figures):
-        return "sampled"
-    turns, ties = sum(one.turns for one in figures), sum(one.ties for one in figures)
-    wrong = sum(one.mismatches for one in figures)
-    text = f"{turns - ties - wrong}/{turns}"
-    text += f", {ties} tie{'s' if ties > 1 else ''}" if ties else ""
-    return text + (f", {wrong} DIFFER" if wrong and not group.lossy else "")
-
-
-def _made(entries: Sequence[GroupMember], task: str) -> list[str]:
-    """Cells of parameters in millions and training minutes, which only rows of the mean have."""
-    if task != MEAN:
-        return ["", ""]
-    parameters = entries[0].drafter.parameters
-    seconds = [entry.drafter.training.seconds if entry.drafter.training else None for entry in entries]
-    minutes = _mean([None if second is None else second / 60 for second in seconds])
-    return [
-        _UNKNOWN if parameters is None else f"{parameters / 1e6:.1f} M",
-        _UNKNOWN if minutes is None else f"{minutes:.1f}",
-    ]

@@ -35,7 +35,6 @@ from outrider.evaluation.plots import (
     GREY,
     MOST_SERIES,
     draw_band,
-    label_ends,
     save_figure,
     short_name,
     small_multiples,
@@ -278,20 +277,17 @@ def plot_draft_cost(costs: DraftCosts, path: Path, first: Sequence[str] = ()) ->
     for axes, labels in drawn:
         for points in known.values() if alone else ():
             axes.plot([p.gamma for p in points], [1e3 * p.whole[1] for p in points], color=GREY, lw=0.7, alpha=0.6)
-        ends = []
         for label, color in reversed(list(zip(labels, COLOURS, strict=False))):  # the first one in front
             gammas = [point.gamma for point in known[label]]
             low, middle, high = ([1e3 * point.whole[i] for point in known[label]] for i in range(3))
-            size = 3 if alone else 4
-            ends.append(draw_band(axes, gammas, middle, band=(low, high), color=color, text=label, markersize=size))
+            draw_band(axes, gammas, low=low, middle=middle, high=high, color=color, label="_" if alone else label,
+                      markersize=3 if alone else 4)  # fmt: skip
         axes.grid(alpha=0.3)
         if alone:
-            axes.set_title(f"{ends[0].text}: {ends[0].y:.1f} ms for {ends[0].x:g}", fontsize=8)
+            axes.set_title(f"{labels[0]}: {middle[-1]:.1f} ms for {gammas[-1]}", fontsize=8)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         else:
             axes.set_xticks(range(1, max(drafter.info.gamma for drafter in costs.drafters) + 1))
-            axes.set_ylim(0, None)
-            label_ends(axes, ends)
     drawn[0][0].set_ylim(0, None)  # of all panels, which share it
     figure.supxlabel("draft tokens in a row (of a tree: its depth)", fontsize=9)
     figure.supylabel("milliseconds per round", fontsize=9)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -19,9 +20,7 @@ from outrider.evaluation.plots import (
     FEWEST_ROUNDS,
     GREY,
     MOST_SERIES,
-    LineEnd,
     draw_band,
-    label_ends,
     plain_ticks,
     powers_of_two,
     save_figure,
@@ -51,7 +50,7 @@ def facts_of(results: Results) -> tuple[str | None, ...]:
 def plot_acceptance(results: Results, path: Path) -> None:
     """Plot conditional acceptance by draft position with 95 % intervals, one line per task."""
     figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
-    ends, tasks = [], results.tasks[:MOST_SERIES]
+    tasks = results.tasks[:MOST_SERIES]
     for number, task in enumerate(tasks):
         known = [
             (k, c, 1.96 * math.sqrt(c * (1 - c) / rounds))
@@ -62,14 +61,12 @@ def plot_acceptance(results: Results, path: Path) -> None:
             continue
         places = [k + 0.06 * (number - (len(tasks) - 1) / 2) for k, _, _ in known]
         heights, errors = [c for _, c, _ in known], [error for _, _, error in known]
-        axes.errorbar(places, heights, errors, color=COLOURS[number], marker="o", capsize=2, elinewidth=0.8)
-        label = f"{task.task} (\u03c4 {task.accepted_length:.2f})"
-        ends.append(LineEnd(places[-1], heights[-1], text=label, color=COLOURS[number]))
+        bars = axes.errorbar(places, heights, errors, color=COLOURS[number], marker="o", capsize=2, elinewidth=0.8)
+        bars[0].set_label(f"{task.task} (\u03c4 {task.accepted_length:.2f})")
     axes.set(xlabel="draft position k", ylabel="P(accept k | 1..k-1 accepted)", ylim=(0, 1))
     axes.set_xticks(range(1, results.drafter.gamma + 1))
     axes.set_xlim(0.5, results.drafter.gamma + 0.5)
     axes.grid(alpha=0.3)
-    label_ends(axes, ends)
     figure.supxlabel(f"positions that fewer than {FEWEST_ROUNDS} rounds reached are left out", fontsize=8, color="grey")
     save_figure(figure, path, "Conditional acceptance by position", *facts_of(results))
 
@@ -128,80 +125,68 @@ def plot_sweep(points: Sequence[SweepPoint], path: Path, facts: Sequence[str]) -
     """Plot tokens per step (left) and acceptance rate (right) against the threshold, a line per task."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    ends: dict[bool, list[LineEnd]] = {True: [], False: []}
     for number, task in enumerate(list(dict.fromkeys(point.task for point in points))[:MOST_SERIES]):
         mine = [point for point in points if point.task == task]
-        thresholds, color = [point.threshold for point in mine], COLOURS[number]
-        left.plot(thresholds, [point.tokens_per_step for point in mine], marker="o", markersize=3, color=color)
-        ends[True].append(LineEnd(thresholds[-1], mine[-1].tokens_per_step, text=task, color=color))
-        known = [(point.threshold, point.acceptance_rate) for point in mine if point.acceptance_rate is not None]
-        right.plot([x for x, _ in known], [y for _, y in known], marker="o", markersize=3, color=color)
-        ends[False] += [LineEnd(x, y, text=task, color=color) for x, y in known[-1:]]
+        thresholds = [point.threshold for point in mine]
+        rates = [math.nan if point.acceptance_rate is None else point.acceptance_rate for point in mine]
+        for axes, heights in ((left, [point.tokens_per_step for point in mine]), (right, rates)):
+            axes.plot(thresholds, heights, marker="o", markersize=3, color=COLOURS[number], label=task)
     left.set(xlabel="threshold", ylabel="tokens per step", ylim=(1, None))
     right.set(xlabel="threshold", ylabel="accepted / verified", ylim=(0, 1))
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        label_ends(axes, ends[axes is left])
     save_figure(figure, path, "Verify while confidence >= threshold", *facts)
 
 
 def plot_calibration(calibration: Calibration, path: Path, facts: Sequence[str]) -> None:
     """Plot the expected calibration error of the survival by draft position, before and after."""
     figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
-    positions, ends = range(1, len(calibration.temperatures) + 1), list[LineEnd]()
-    chance = calibration.after.ece_noise
+    positions, chance = range(1, len(calibration.temperatures) + 1), calibration.after.ece_noise
     axes.fill_between(positions, 0, chance, color=GREY, alpha=0.35, linewidth=0)
-    ends.append(LineEnd(positions[-1], chance[-1], text="by chance", color="#606060"))
-    both = (("raw", calibration.before, COLOURS[0]), ("calibrated", calibration.after, COLOURS[1]))
-    for label, quality, color in both:
-        axes.plot(positions, quality.ece, "o-", color=color)
-        ends.append(LineEnd(positions[-1], quality.ece[-1], text=label, color=color))
+    axes.plot(positions, chance, color="#606060", linewidth=0, label="by chance")
+    axes.plot(positions, calibration.before.ece, "o-", color=COLOURS[0], label="raw")
+    axes.plot(positions, calibration.after.ece, "o-", color=COLOURS[1], label="calibrated")
     axes.set(xlabel="draft position k", ylabel="ECE of the survival to k", ylim=(0, None))
     axes.set_xticks(positions)
     axes.grid(alpha=0.3)
-    label_ends(axes, ends)
     save_figure(figure, path, "Calibration error by position (grey: what perfect confidences would show)", *facts)
 
 
-def plot_profile(profile: Profile, context: int, path: Path, rows: int) -> None:
+def plot_profile(profile: Profile, path: Path, context: int, rows: int) -> None:
     """Plot, after `context` tokens each: forwards (quartiles shaded, additive form dashed), other costs, break-even.
 
     `rows`: see `break_even`.
     """
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    fit, counts, ends = profile.fit, profile.table.requests, list[LineEnd]()
+    figure, (left, centre, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    fit, counts = profile.fit, profile.table.requests
     for number, requests in enumerate(counts):
         cells = [c for c in profile.cells if (c.requests, c.context) == (requests, context)]
         tokens, color = [c.tokens for c in cells], shade(number, len(counts))
-        medians, name = [1e3 * c.median for c in cells], f"{requests} request{'s' * (requests > 1)}"
-        band = [1e3 * c.low for c in cells], [1e3 * c.high for c in cells]
-        ends.append(draw_band(left, tokens, medians, band=band, color=color, text=name, marker=".", markersize=6))
+        low, middle, high = ([1e3 * getattr(c, name) for c in cells] for name in ("low", "median", "high"))
+        name = f"{requests} request{'s' * (requests > 1)}"
+        draw_band(left, tokens, low=low, middle=middle, high=high, color=color, label=name, marker=".", markersize=6)
         fixed = fit.bias + fit.alpha * requests + fit.sigma * requests * context
         left.plot(tokens, [1e3 * (fixed + fit.theta * b) for b in tokens], "--", lw=0.8, color=color)
     left.set(xlabel="tokens of a forward", ylabel="ms", xscale="log", yscale="log")
     left.set_title("Target forward (dashed: additive form)", fontsize=10)
     powers_of_two(left, max(c.tokens for c in profile.cells))
     plain_ticks(left.yaxis)
-    label_ends(left, ends)
     curves = {"draft": profile.draft, "drafter reads": profile.extend, "other": profile.other}
-    ends = []
     for number, (label, curve) in enumerate(curves.items()):
         if curve is not None:
-            medians, color = [1e3 * median for _, median, _ in curve.seconds], COLOURS[number]
-            middle.plot(curve.requests, medians, marker="o", color=color)
-            ends.append(LineEnd(curve.requests[-1], medians[-1], text=label, color=color))
-    middle.set(xlabel="requests", ylabel="ms", xscale="log", ylim=(0, None))
-    middle.set_title("Besides the target", fontsize=10)
-    label_ends(middle, ends)
+            medians = [1e3 * median for _, median, _ in curve.seconds]
+            centre.plot(curve.requests, medians, marker="o", color=COLOURS[number], label=label)
+    centre.set(xlabel="requests", ylabel="ms", xscale="log", ylim=(0, None))
+    centre.set_title("Besides the target", fontsize=10)
     even = break_even(profile, context, rows)
     right.plot(list(even), list(even.values()), marker="o", color=COLOURS[0])
     right.axhline(1, color="grey", linewidth=0.8)
     right.fill_between(list(even), list(even.values()), 1, color=COLOURS[3], alpha=0.12, linewidth=0)
     right.set(xlabel="requests", ylabel="accepted length (\u03c4)", xscale="log")
     right.set_title(f"Break-even: {rows - 1} drafts pay above the line", fontsize=10)
-    for axes in (middle, right):
+    for axes in (centre, right):
         powers_of_two(axes, max(even))
-    for axes in (left, middle, right):
+    for axes in (left, centre, right):
         axes.grid(alpha=0.3)
     setting = profile.setting
     facts = (setting.target, setting.drafter or "no drafter", setting.processor, profile.date)
@@ -243,13 +228,12 @@ def plot_training(metrics: Path, picture: Path, facts: Sequence[str] = (), best_
     if best_step is not None:
         length.axvline(best_step, color="black", linestyle=":", linewidth=1)
     for panel, title in zip(axes.flat, (*titles, "Learning rate"), strict=True):
-        drawn = [_draw(panel, groups, group, name=name, label=label, color=color)
-                 for group, name, label, color in panels[panel]]  # fmt: skip
+        for group, name, label, color in panels[panel]:
+            _draw(panel, groups.get(group, []), name, label=label, color=color)
         panel.set_title(title, fontsize=10)
         panel.grid(alpha=0.3)
         if panel is acceptance:
             panel.set_ylim(0, 1)
-        label_ends(panel, [end for end in drawn if end is not None and end.text])
     acceptance.set_xlabel("step")
     rate.set_xlabel("step")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
@@ -265,19 +249,18 @@ def _positions(groups: Groups) -> list[tuple[str, str, str, str]]:
     return [("held_out", names[k - 1], f"k = {k}", shade(i, len(shown))) for i, k in enumerate(shown[-MOST_SERIES:])]
 
 
-def _draw(panel: Any, groups: Groups, group: str, name: str, label: str, *, color: str) -> LineEnd | None:
-    """Draw one figure by step and give the line's end; None where there is nothing to draw."""
-    entries = [e for e in groups.get(group, []) if name in e]
+def _draw(axes: Axes, entries: Sequence[Mapping[str, Any]], name: str, *, label: str, color: str) -> None:
+    """Draw one figure by step, if there is any."""
+    entries = [e for e in entries if name in e]
     if name.startswith("conditional_acceptance_"):
         rounds = name.replace("conditional_acceptance_", "reached_")
         entries = [e for e in entries if e.get(rounds, FEWEST_ROUNDS) >= FEWEST_ROUNDS]
     if not entries:
-        return None
+        return
     few, dashed = color == GREY or not label, name == "break_even"
     steps, heights = [e["step"] for e in entries], [e[name] for e in entries]
     style = {"linestyle": "--" if dashed else "-", "marker": "" if few or dashed else "o", "markersize": 4}
-    panel.plot(steps, heights, color=color, linewidth=1 if few else 1.6, **style)
-    return LineEnd(steps[-1], heights[-1], text=label, color=color)
+    axes.plot(steps, heights, color=color, linewidth=1 if few else 1.6, label=label or "_", **style)
 
 
 def write_report(results: Results, out: Path) -> list[Path]:

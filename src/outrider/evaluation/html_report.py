@@ -26,11 +26,10 @@ import tempfile
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -62,26 +61,16 @@ _MOST_DIRECTORIES = 20_000
 _MOST_BYTES = 64 * 2**20  # a larger file is none of ours: weights, tokenizers
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A picture as SVG. `alt` says what it shows, `note` what it follows."""
+class Picture(NamedTuple):
+    """A picture as SVG. `alt` says what it shows, `note` which figure of a paper it follows."""
 
     svg: bytes
     alt: str
-    note: str = ""
+    note: str
 
     @property
     def url(self) -> str:
         return f"data:image/svg+xml;base64,{b64encode(self.svg).decode()}"
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """A table: headings, then rows; the first `names` columns are text."""
-
-    caption: str
-    cells: list[list[str]]
-    names: int = 1
 
 
 @dataclass(frozen=True)
@@ -91,28 +80,29 @@ class PageSection:
     Attributes:
         title: of the section, after the kind's heading.
         lines: the verdict first.
+        caption, cells: of a table, headings first; the first `names` columns are text.
         key: the figure to remember and what it is; None: none.
-        settings, machine, versions: of the measurement, as far as they are recorded.
-        command: that measures the same again, where it follows from the settings.
+        settings: of the measurement, as far as they are recorded.
+        command: that measures the same again, if the settings say so.
     """
 
     title: str
     lines: list[str]
     pictures: list[Picture] = field(default_factory=list)
-    tables: list[PageTable] = field(default_factory=list)
+    caption: str = ""
+    cells: list[list[str]] = field(default_factory=list)
+    names: int = 1
     key: tuple[str, str] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    machine: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
 
 
-def drawn(draw: Callable[[Path], None], alt: str, note: str = "") -> Picture:
-    """The picture that a function of a path writes."""
+def drawn(draw: Callable[..., Any], content: Any, alt: str, *, note: str = "", **options: Any) -> Picture:
+    """The picture that `draw(content, path, **options)` writes."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "picture.svg"
-        draw(path)
-        return Picture(path.read_bytes(), alt, note)
+        draw(content, path, **options)
+        return Picture(path.read_bytes(), alt, note=note and f"as {note}")
 
 
 # ----------------------------------------------------------------------------
@@ -122,11 +112,12 @@ def drawn(draw: Callable[[Path], None], alt: str, note: str = "") -> Picture:
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """metrics.jsonl of a training, and what its drafter's outrider.json records; {} where there is none."""
+    """metrics.jsonl of a training, and the recipe and versions in its drafter's outrider.json; {} if there are none."""
 
     metrics: Path
     groups: Groups
-    about: dict[str, Any]
+    recipe: dict[str, Any]
+    versions: dict[str, str]
 
 
 class _Likely(BaseModel):
@@ -155,6 +146,17 @@ class _Round(BaseModel):
     tokens: list[_Token]
 
 
+class _Answer(BaseModel):
+    """A saved answer, apart from its traces."""
+
+    model: str = ""
+    choices: list[dict[str, Any]]
+    metrics: dict[str, Any] | None = None
+    settings: dict[str, Any] | None = None
+    machine: dict[str, Any] | None = None
+    versions: dict[str, str] | None = None
+
+
 @dataclass(frozen=True)
 class TracedAnswer:
     """A saved answer of `outrider serve` or `generate --trace`; of each choice the rounds as docs/serving.md has them.
@@ -162,18 +164,10 @@ class TracedAnswer:
     `settings`: the metrics of a server's answer, or what `generate` was called with.
     """
 
-    model: str
     traces: list[list[dict[str, Any]]]
     settings: dict[str, Any]
     machine: dict[str, Any]
     versions: dict[str, str]
-
-
-def _results(path: Path) -> Results:
-    found = Results.load(path)
-    if not found.tasks:
-        raise ValueError(f"{path} has no tasks: run outrider eval again.")
-    return found
 
 
 def _frontier(path: Path) -> Frontier:
@@ -190,9 +184,8 @@ def _validated(path: Path, kind: Any, value: object, *, what: str) -> Any:
         raise ValueError(f"{path}: not {what}: {invalid_fields(error, 'the file')[0]}.") from error
 
 
-def _sweep(path: Path) -> list[SweepPoint]:
-    found: list[SweepPoint] = _validated(path, list[SweepPoint], read_json(path), what="a sweep of outrider calibrate")
-    return found
+def _sweep(path: Path) -> Any:
+    return _validated(path, list[SweepPoint], read_json(path), what="a sweep of outrider calibrate")
 
 
 def _calibrations(path: Path) -> list[Calibration]:
@@ -204,23 +197,18 @@ def _calibrations(path: Path) -> list[Calibration]:
 
 def _training(path: Path) -> TrainingRecord:
     about = path.parent / "drafter" / "outrider.json"
-    return TrainingRecord(path, read_metrics(path), read_mapping(about) if about.is_file() else {})
+    recorded = read_mapping(about) if about.is_file() else {}
+    return TrainingRecord(path, read_metrics(path), recorded.get("recipe", {}), versions=recorded.get("versions", {}))
 
 
 def _answer(path: Path) -> TracedAnswer:
-    raw = read_mapping(path)
-    traces = [
-        choice.get("trace") for choice in _validated(path, list[dict[str, Any]], raw["choices"], what="an answer")
-    ]
+    found: _Answer = _validated(path, _Answer, read_mapping(path), what="an answer")
+    traces = [choice.get("trace") for choice in found.choices]
     if None in traces:
         raise ValueError(f'{path}: an answer without a trace: ask with "trace": true (docs/serving.md).')
     _validated(path, list[list[_Round]], traces, what="a trace of outrider serve")
-    settings, recorded, versions = (
-        _validated(path, dict[str, Any], raw.get(name) or {}, what="an answer")
-        for name in ("settings", "machine", "versions")
-    )
-    metrics = _validated(path, dict[str, Any], raw.get("metrics") or {}, what="an answer")
-    return TracedAnswer(str(raw.get("model", "")), traces, metrics | settings, machine=recorded, versions=versions)
+    settings = {"model": found.model} | (found.metrics or {}) | (found.settings or {})
+    return TracedAnswer(traces, settings, found.machine or {}, versions=found.versions or {})  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------
@@ -232,24 +220,20 @@ def _comparison_section(content: Comparison) -> PageSection:
     found = compared.speedups_of(content)
     best = max(found, key=lambda name: pooled(found[name])[0])
     pictures = [
-        drawn(
-            partial(compared.plot_tau_and_speedup, content, most=MOST_SERIES),
-            "Accepted length and speedup of each drafter by task",
-        ),
-        drawn(
-            partial(compared.plot_conditional, content),
-            "Acceptance by draft position, a panel per task",
-            "as Figure 2 of DSpark, arXiv 2607.05147",
-        ),
-    ]
+        drawn(compared.plot_tau_and_speedup, content, "Accepted length and speedup of each drafter by task",
+              most=MOST_SERIES),
+        drawn(compared.plot_conditional, content, "Acceptance by draft position, a panel per task",
+              note="Figure 2 of DSpark, arXiv 2607.05147"),
+    ]  # fmt: skip
     if content.draft_cost is not None:
         pictures.append(_draft_cost(content.draft_cost, [group.label for group in compared.ranked(content)]))
-    figures = PageTable("Figures by task", [list(compared.HEADINGS), *compared.rows(content)], names=2)
     return PageSection(
         f"{len(content.groups)} drafters of {short_name(content.conditions.get('target'))}",
         [*comparison_verdict(found), *compared.notes(content)[1:]],
         pictures,
-        tables=[figures],
+        caption="Figures by task",
+        cells=[list(compared.HEADINGS), *compared.rows(content)],
+        names=2,
         key=(f"{pooled(found[best])[0]:.2f}x", f"plain decoding with {best}, the fastest of {len(found)} drafters"),
         settings=content.conditions,
     )
@@ -258,146 +242,110 @@ def _comparison_section(content: Comparison) -> PageSection:
 def _results_section(content: Results) -> PageSection:
     found = evaluated.speedups(content)
     name, tasks = short_name(content.settings.get("drafter", content.drafter.label)), len(content.tasks)
-    target, temperature = short_name(content.settings.get("target")), content.settings.get("temperature", 0)
+    temperature = f"temperature {content.settings.get('temperature', 0):g}"
     pictures = [
-        drawn(
-            partial(evaluated.plot_acceptance, content),
-            "Acceptance by draft position, a line per task",
-            "as Figure 2 of DSpark, arXiv 2607.05147",
-        ),
-        drawn(partial(evaluated.plot_histogram, content), "Share of rounds by accepted drafts"),
-    ]
+        drawn(evaluated.plot_acceptance, content, "Acceptance by draft position, a line per task",
+              note="Figure 2 of DSpark, arXiv 2607.05147"),
+        drawn(evaluated.plot_histogram, content, "Share of rounds by accepted drafts"),
+    ]  # fmt: skip
+    key = f"plain decoding with {name} over {tasks} task{'s' * (tasks > 1)}, {temperature}"
     return PageSection(
-        f"{name} on {target}, temperature {temperature:g}",
+        f"{name} on {short_name(content.settings.get('target'))}, {temperature}",
         [*drafter_verdict(found, {}), *([f"{content.lossy}."] if content.lossy else [])],
         pictures,
-        tables=[
-            PageTable(
-                "Speculative against plain decoding, same run", [list(evaluated.HEADINGS), *evaluated.rows(content)]
-            )
-        ],
-        key=(
-            f"{pooled(found)[0]:.2f}x",
-            f"plain decoding with {name} over {tasks} task{'s' * (tasks > 1)}, temperature {temperature:g}",
-        ),
+        caption="Speculative against plain decoding, same run",
+        cells=[list(evaluated.HEADINGS), *evaluated.rows(content)],
+        key=(f"{pooled(found)[0]:.2f}x", key),
         settings=content.settings | content.drafter.model_dump(),
-        machine=content.machine,
-        versions=content.versions,
         command=eval_command(content),
     )
 
 
 def _frontier_section(content: Frontier) -> PageSection:
-    ratios, closed = speedups(content), content.arrivals == "closed"
-    lines = (
-        load_verdict(ratios, "plain" if closed else "plain's goodput") if ratios else ["No verdict: no plain decoding."]
-    )
+    ratios, plain = speedups(content), "plain" if content.arrivals == "closed" else "plain's goodput"
     pictures = [
-        drawn(
-            partial(loads.plot_frontier, content),
-            "Throughput against user speed, a line per variant",
-            "as Figure 7 of DSpark, arXiv 2607.05147",
-        ),
-        drawn(
-            partial(loads.plot_load, content),
-            "Throughput and rows verified against the load",
-            "as Figure 8 of DSpark, arXiv 2607.05147",
-        ),
-    ]
+        drawn(loads.plot_frontier, content, "Throughput against user speed, a line per variant",
+              note="Figure 7 of DSpark, arXiv 2607.05147"),
+        drawn(loads.plot_load, content, "Throughput and rows verified against the load",
+              note="Figure 8 of DSpark, arXiv 2607.05147"),
+    ]  # fmt: skip
     if any(gain.ratio for gain in content.gains):
-        pictures.append(drawn(partial(loads.plot_gains, content), "Gains at equal user speed and throughput"))
+        pictures.append(drawn(loads.plot_gains, content, "Gains at equal user speed and throughput"))
     means = {name: sum(level.ratio for level in levels) / len(levels) for name, levels in ratios.items()}
-    best = max(means, key=lambda name: means[name], default=None)
+    key = None
+    if means:
+        best = max(means, key=lambda name: means[name])
+        key = f"{means[best]:.2f}x", f"plain decoding with {best}, {content.arrivals} arrivals, mean of the loads"
     kind = "simulated" if "simulated" in content.settings else "measured"
     return PageSection(
         f"{short_name(content.settings.get('target', 'recorded drafts'))}, {kind}, {content.arrivals} arrivals",
-        lines,
+        load_verdict(ratios, plain) if ratios else ["No verdict: no plain decoding."],
         pictures,
-        tables=[
-            PageTable("Medians over repeats; times in ms, drafts in per cent of the time", table_rows(content), names=2)
-        ],
-        key=None
-        if best is None
-        else (f"{means[best]:.2f}x", f"plain decoding with {best}, {content.arrivals} arrivals, mean of the loads"),
+        caption="Medians over repeats; times in ms, drafts in per cent of the time",
+        cells=table_rows(content),
+        names=2,
+        key=key,
         settings=content.settings,
-        machine=content.machine,
-        versions=content.versions,
     )
 
 
 def _costs_section(content: DraftCosts) -> PageSection:
-    longest = {one.info.label: one.points[-1] for one in content.drafters}
-    least = min(longest, key=lambda label: longest[label].whole[1])
-    shortest = longest[least]
-    line = f"The longest draft costs least with {least}: {1e3 * shortest.whole[1]:.1f} ms for {shortest.gamma} tokens."
+    seconds, gamma, least = min((one.points[-1].whole[1], one.points[-1].gamma, one.info.label)
+                                for one in content.drafters)  # fmt: skip
     return PageSection(
         f"{short_name(content.target)}, after {content.context} tokens",
-        [line],
+        [f"The longest draft costs least with {least}: {1e3 * seconds:.1f} ms for {gamma} tokens."],
         [_draft_cost(content, [])],
-        tables=[PageTable(cost_title(content), cost_cells(content))],
-        settings={"target": content.target, "context": content.context, "repeats": content.repeats},
-        machine=content.machine,
-        versions=content.versions,
+        caption=cost_title(content),
+        cells=cost_cells(content),
+        settings=content.model_dump(include={"target", "context", "repeats"}),
     )
 
 
 def _draft_cost(costs: DraftCosts, first: Sequence[str]) -> Picture:
-    return drawn(
-        partial(plot_draft_cost, costs, first=first),
-        "Milliseconds of a round's draft by its length",
-        "as Figure 3 of DFlash, arXiv 2602.06036",
-    )
+    alt, note = "Milliseconds of a round's draft by its length", "Figure 3 of DFlash, arXiv 2602.06036"
+    return drawn(plot_draft_cost, costs, alt, note=note, first=first)
 
 
 def _profile_section(content: Profile) -> PageSection:
     contexts = sorted({cell.context for cell in content.cells})
     context, rows = contexts[len(contexts) // 2], (content.gamma or PLAIN_WIDTH - 1) + 1
-    even = break_even(content, context, rows)
-    cells = [["requests", "accepted length"], *([str(count), f"{tau:.2f}"] for count, tau in even.items())]
-    draw = partial(evaluated.plot_profile, content, context, rows=rows)
+    even, setting = break_even(content, context, rows), content.setting
+    alt = "Milliseconds of a step, and the accepted length at which drafts pay"
     return PageSection(
-        f"{short_name(content.setting.target)} with {short_name(content.setting.drafter or 'no drafter')}",
+        f"{short_name(setting.target)} with {short_name(setting.drafter or 'no drafter')}",
         cost_verdict(even, rows),
-        [drawn(draw, "Milliseconds of a step, and the accepted length at which drafts pay")],
-        tables=[PageTable(f"Accepted length from which {rows - 1} drafts pay", cells)],
-        settings=content.setting.model_dump(),
-        machine=content.machine,
-        versions=content.versions,
+        [drawn(evaluated.plot_profile, content, alt, context=context, rows=rows)],
+        caption=f"Accepted length from which {rows - 1} drafts pay",
+        cells=[["requests", "accepted length"], *([str(count), f"{tau:.2f}"] for count, tau in even.items())],
+        settings=setting.model_dump(),
     )
 
 
 def _calibration_section(content: Calibration) -> PageSection:
     before, after = (sum(quality.ece) / len(quality.ece) for quality in (content.before, content.after))
-    whose = "sampled" if content.sampling.get("temperature") else "greedy"
-    facts = f"fitted on {', '.join(content.fitted_on)}", f"measured on {', '.join(content.measured_on)}"
-    pictures = [drawn(partial(evaluated.plot_calibration, content, facts=facts), "Calibration error by draft position")]
+    whose, tasks = "sampled" if content.sampling.get("temperature") else "greedy", ", ".join(content.measured_on)
+    facts = f"fitted on {', '.join(content.fitted_on)}", f"measured on {tasks}"
+    pictures = [drawn(evaluated.plot_calibration, content, "Calibration error by draft position", facts=facts)]
     if content.after.reliability:
-        pictures.insert(
-            0,
-            drawn(
-                partial(evaluated.plot_reliability, content, facts=facts),
-                "Predicted against observed survival, a panel per draft position; the line is perfect calibration",
-            ),
-        )
+        alt = "Predicted against observed survival, a panel per draft position; the line is perfect calibration"
+        pictures.insert(0, drawn(evaluated.plot_reliability, content, alt, facts=facts))
     return PageSection(
-        f"confidences of {whose} requests on {', '.join(content.measured_on)}",
+        f"confidences of {whose} requests on {tasks}",
         [f"Mean error of the survival over all positions: {before:.3f} before, {after:.3f} after."],
         pictures,
-        tables=[PageTable("Survival to position k against what was accepted", calibration_rows(content))],
+        caption="Survival to position k against what was accepted",
+        cells=calibration_rows(content),
         key=(f"{before:.3f} to {after:.3f}", "mean calibration error of the survival"),
-        settings={"sampling": content.sampling, "max_new_tokens": content.max_new_tokens}
-        | {"fit_rounds": content.fit_rounds, "measured_rounds": content.measured_rounds},
-        machine=content.machine,
-        versions=content.versions,
+        settings={
+            name: getattr(content, name) for name in ("sampling", "max_new_tokens", "fit_rounds", "measured_rounds")
+        },
     )
 
 
 def _validation_section(content: list[PointError]) -> PageSection:
-    return PageSection(
-        "simulated against measured tokens per second",
-        errors_of(content),
-        tables=[PageTable("By variant and load", validation_rows(content))],
-    )
+    title = "simulated against measured tokens per second"
+    return PageSection(title, errors_of(content), caption="By variant and load", cells=validation_rows(content))
 
 
 def _sweep_section(content: list[SweepPoint]) -> PageSection:
@@ -412,44 +360,41 @@ def _sweep_section(content: list[SweepPoint]) -> PageSection:
     return PageSection(
         ", ".join(best),
         [f"Most tokens per step: {line}."],
-        [drawn(partial(evaluated.plot_sweep, content, facts=()), "Tokens per step and acceptance rate by threshold")],
-        tables=[PageTable("Verify while c_k >= threshold", cells)],
+        [drawn(evaluated.plot_sweep, content, "Tokens per step and acceptance rate by threshold", facts=())],
+        caption="Verify while c_k >= threshold",
+        cells=cells,
     )
 
 
 def _training_section(content: TrainingRecord) -> PageSection:
-    held_out, trained = content.groups.get("held_out", []), content.groups.get("train", [])
-    steps = max(entry["step"] for entries in content.groups.values() for entry in entries)
-    lengths = [
-        (entry["expected_length_greedy"], entry["step"]) for entry in held_out if "expected_length_greedy" in entry
-    ]
-    best, recipe = max(lengths, default=None), content.about.get("recipe", {})
-    named = ("step", "loss", "expected_length_greedy", "expected_length_sampled")
-    cells = [["step", "loss", "expected length, T = 0", "T = 1"]]
-    cells += [[f"{entry[name]:g}" if name in entry else "-" for name in named] for entry in held_out or trained[-1:]]
-    draw = partial(evaluated.plot_training, content.metrics, best_step=None if best is None else best[1])
-    line = "" if best is None else f"; the best held-out expected length is {best[0]:.2f}, at step {best[1]}"
+    groups, length = content.groups, "expected_length_greedy"
+    held_out = groups.get("held_out", [])
+    steps = max(entry["step"] for entries in groups.values() for entry in entries)
+    best = max(((entry[length], entry["step"]) for entry in held_out if length in entry), default=(None, None))
+    named = ("step", "loss", length, "expected_length_sampled")
+    entries = held_out or groups.get("train", [])[-1:]
+    rows = [[f"{entry[name]:g}" if name in entry else "-" for name in named] for entry in entries]
+    known = best[0] is not None
+    line = f"; the best held-out expected length is {best[0]:.2f}, at step {best[1]}" if known else ""
+    alt = "Loss, tokens per round, acceptance and learning rate by step"
     return PageSection(
         f"{content.metrics.resolve().parent.name}, {steps} steps",
         [f"{steps} steps{line}."],
-        [drawn(draw, "Loss, tokens per round, acceptance and learning rate by step")],
-        tables=[PageTable("Held-out figures", cells)],
-        key=None if best is None else (f"{best[0]:.2f}", "tokens per round expected on held-out text"),
-        settings=recipe,
-        versions=content.about.get("versions", {}),
+        [drawn(evaluated.plot_training, content.metrics, alt, best_step=best[1])],
+        caption="Held-out figures",
+        cells=[["step", "loss", "expected length, T = 0", "T = 1"], *rows],
+        key=(f"{best[0]:.2f}", "tokens per round expected on held-out text") if known else None,
+        settings=content.recipe,
     )
 
 
 def _answer_section(content: TracedAnswer) -> PageSection:
     rounds = [one for trace in content.traces for one in trace]
     tokens = sum(len(one["tokens"]) for one in rounds)
-    tau = tokens / max(1, len(rounds))
     return PageSection(
-        f"{short_name(content.model)}, {tokens} tokens",
-        [f"{tokens} tokens in {len(rounds)} rounds, {tau:.2f} a round."],
-        settings={"model": content.model, **content.settings},
-        machine=content.machine,
-        versions=content.versions,
+        f"{short_name(content.settings['model'])}, {tokens} tokens",
+        [f"{tokens} tokens in {len(rounds)} rounds, {tokens / max(1, len(rounds)):.2f} a round."],
+        settings=content.settings,
     )
 
 
@@ -464,50 +409,51 @@ class Kind:
 
     Attributes:
         heading: of its sections.
-        fields: of a mapping that is one; of a list, those of its first entry; empty: its name alone tells.
-        read: gives the content of each of its sections.
-        describe: the section of such a content.
+        fields: words: of a mapping that is one; of a list, those of its first entry; "": its name alone tells.
+        read: gives the content.
+        describe: the section of a content.
         name: files of this name must be one.
+        several: `read` gives a list whose entries have a section each.
     """
 
     heading: str
-    fields: frozenset[str]
-    read: Callable[[Path], list[Any]]
+    fields: str
+    read: Callable[[Path], Any]
     describe: Callable[[Any], PageSection]
     name: str = ""
+    several: bool = False
 
 
 @dataclass(frozen=True)
 class Source:
-    """One section's part of a file. `content` is one of those that `kind.read` gives."""
+    """One section's part of a file."""
 
     kind: Kind
     path: Path
     content: Any
     sha256: str
 
-
-def _kind(
-    heading: str, fields: str, *, read: Callable[[Path], Any], describe: Callable[[Any], PageSection], name: str = ""
-) -> Kind:
-    """A kind whose files are one section each; `fields` are words."""
-    return Kind(heading, frozenset(fields.split()), lambda path: [read(path)], describe=describe, name=name)
+    def recorded(self, name: str) -> Mapping[str, Any]:
+        """The machine or the versions of the measurement; {} if they are not recorded."""
+        found: Mapping[str, Any] = getattr(self.content, name, {})
+        return found
 
 
 KINDS = (
-    _kind("Drafters compared", "conditions groups",
-          read=load_comparison, describe=_comparison_section, name="comparison.json"),
-    _kind("Evaluation", "tasks drafter settings", read=_results, describe=_results_section, name="results.json"),
-    _kind("Load", "arrivals points", read=_frontier, describe=_frontier_section, name="frontier.json"),
-    _kind("Simulated load", "points worst",
-          read=load_validation, describe=_validation_section, name="validation.json"),
-    _kind("Cost of a draft", "drafters context repeats",
-          read=load_costs, describe=_costs_section, name="draft_cost.json"),
-    _kind("Cost of a step", "setting cells fit", read=Profile.load, describe=_profile_section),
-    Kind("Calibration", frozenset({"temperatures", "before", "after"}), _calibrations, describe=_calibration_section),
-    _kind("Thresholds", "threshold tokens_per_step", read=_sweep, describe=_sweep_section),
-    _kind("Training", "", read=_training, describe=_training_section, name="metrics.jsonl"),
-    _kind("Generation", "choices object", read=_answer, describe=_answer_section),
+    Kind("Drafters compared", "conditions groups",
+         read=load_comparison, describe=_comparison_section, name="comparison.json"),
+    Kind("Evaluation", "tasks drafter settings", read=Results.load, describe=_results_section, name="results.json"),
+    Kind("Load", "arrivals points", read=_frontier, describe=_frontier_section, name="frontier.json"),
+    Kind("Simulated load", "points worst",
+         read=load_validation, describe=_validation_section, name="validation.json"),
+    Kind("Cost of a draft", "drafters context repeats",
+         read=load_costs, describe=_costs_section, name="draft_cost.json"),
+    Kind("Cost of a step", "setting cells fit", read=Profile.load, describe=_profile_section),
+    Kind("Calibration", "temperatures before after",
+         read=_calibrations, describe=_calibration_section, several=True),
+    Kind("Thresholds", "threshold tokens_per_step", read=_sweep, describe=_sweep_section),
+    Kind("Training", "", read=_training, describe=_training_section, name="metrics.jsonl"),
+    Kind("Generation", "choices object", read=_answer, describe=_answer_section),
 )  # fmt: skip
 
 
@@ -523,8 +469,9 @@ def find_sources(places: Sequence[Path]) -> list[Source]:
             raise ValueError(f"no file or directory {place}.")
         for path in [place] if place.is_file() else list(_files(place)):
             if path.resolve() not in found and (kind := _kind_of(path, asked=path == place)) is not None:
-                sha256 = file_sha256(path)
-                found[path.resolve()] = [Source(kind, path, content, sha256=sha256) for content in kind.read(path)]
+                sha256, content = file_sha256(path), kind.read(path)
+                contents = content if kind.several else [content]
+                found[path.resolve()] = [Source(kind, path, content, sha256=sha256) for content in contents]
     if not found:
         raise ValueError(
             f"{', '.join(map(str, places))}: nothing that a report is made of. Give directories that outrider eval, "
@@ -543,13 +490,7 @@ def _files(top: Path) -> Iterator[Path]:
 
 
 def _kind_of(path: Path, asked: bool) -> Kind | None:
-    """What a file is; None: nothing for a report.
-
-    `asked`: it was named itself.
-
-    Raises:
-        ValueError: no JSON, or named itself and of no kind.
-    """
+    """What a file is; None: nothing for a report. One that was `asked` for itself must be of a kind."""
     for kind in KINDS:
         if path.name == kind.name:
             return kind
@@ -559,8 +500,8 @@ def _kind_of(path: Path, asked: bool) -> Kind | None:
             content = content[0]
         if isinstance(content, dict) and path.name == "outrider.json":
             content = content.get(CALIBRATION) or content.get(SAMPLED_CALIBRATION)
-        for kind in KINDS:
-            if isinstance(content, dict) and kind.fields and kind.fields <= content.keys():
+        for kind in KINDS if isinstance(content, dict) else ():
+            if kind.fields and set(kind.fields.split()) <= content.keys():
                 return kind
     if asked:
         raise ValueError(f"{path}: nothing that a report is made of.")
@@ -568,7 +509,7 @@ def _kind_of(path: Path, asked: bool) -> Kind | None:
 
 
 def is_within(content: Any, comparisons: Sequence[Comparison]) -> bool:
-    """Whether one of the comparisons has these results, or costs of drafts, among its own."""
+    """Whether one of the comparisons has these results or draft costs."""
     if isinstance(content, DraftCosts):
         return any(content == comparison.draft_cost for comparison in comparisons)
     if not isinstance(content, Results):
@@ -608,7 +549,9 @@ def render(sources: Sequence[Source], title: str) -> str:
         loader=FileSystemLoader(_PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters["shown"] = _shown
+    environment.filters["shown"] = lambda value: (
+        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    )
     return environment.get_template("report.html").render(
         title=title,
         date=today(),
@@ -622,8 +565,3 @@ def render(sources: Sequence[Source], title: str) -> str:
         script=Markup((_PAGE / "trace.js").read_text("utf-8")),
         data=Markup(json.dumps(traces).replace("<", "\\u003c")),  # a text may hold </script>
     )
-
-
-def _shown(value: object) -> str:
-    """A setting as text."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -6,7 +6,6 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -26,30 +25,22 @@ _LABEL_POINTS = 8.0
 _TITLE_WIDTH = 12  # characters per inch of a figure's width
 
 
-class LineEnd(NamedTuple):
-    """The last point of a line, in data coordinates, and its label."""
-
-    x: float
-    y: float
-    text: str
-    color: str
-
-
 def draw_band(
-    axes: Axes, x: Sequence[float], y: Sequence[float], *, band: tuple[Sequence[float], Sequence[float]], color: str,
-    text: str, marker: str = "o", markersize: float = 3,
-) -> LineEnd:  # fmt: skip
-    """Draw a line with a shaded band from the lower to the upper values of `band`; returns its end."""
-    axes.plot(x, y, color=color, marker=marker, markersize=markersize)
-    axes.fill_between(x, *band, color=color, alpha=0.15, linewidth=0)
-    return LineEnd(x[-1], y[-1], text=text, color=color)
+    axes: Axes, x: Sequence[float], *, low: Sequence[float], middle: Sequence[float], high: Sequence[float],
+    color: str, label: str, marker: str = "o", markersize: float = 3,
+) -> None:  # fmt: skip
+    """Draw a line through the middle values with a shaded band from the low to the high ones."""
+    axes.plot(x, middle, color=color, marker=marker, markersize=markersize, label=label)
+    axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
 
 def save_figure(figure: Figure, path: Path, title: str, *facts: str | None) -> None:
-    """Write a figure as its suffix says (.png, .svg) and close it.
+    """Write a figure as its suffix says (.png, .svg), with the labels of its lines at their ends, and close it.
 
     Above it is the title, and below that what was measured: target, drafter, date; what is not known is left out.
     """
+    for axes in figure.axes:
+        _label_lines(axes)
     width = int(_TITLE_WIDTH * figure.get_figwidth())
     known = [fact.replace(" ", "\xa0") for fact in facts if fact]  # a line ends between two facts
     lines = [line.removeprefix("| ").removesuffix(" |") for line in textwrap.wrap(" | ".join(known), width)]
@@ -117,32 +108,30 @@ def apart(heights: Sequence[float], gap: float) -> list[float]:
     return [low + i * gap for low, count in groups for i in range(count)]
 
 
-def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
-    """Write labels to the right of the axes at the heights of their lines, moved apart where they would overlap.
-
-    To be called when all lines are drawn and the limits are set.
-    """
+def _label_lines(axes: Axes) -> None:
+    """Write the label of each line to the right of the axes at the height of its last point, without overlap."""
     axes.autoscale_view()
     to_axes = axes.transData + axes.transAxes.inverted()
-    ends = [end for end in ends if math.isfinite(end.x) and math.isfinite(end.y)]  # others have no place
-    if not ends:
-        return
-    wanted = sorted(((float(to_axes.transform((end.x, end.y))[1]), end) for end in ends), key=lambda pair: pair[0])
-    box = axes.get_position()
+    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    points = [[xy for xy in line.get_xydata().tolist() if all(map(math.isfinite, xy))] for line in lines]  # type: ignore[union-attr]
+    places = [(*to_axes.transform(known[-1]).tolist(), line)
+              for line, known in zip(lines, points, strict=True) if known]  # fmt: skip
+    places.sort(key=lambda place: place[1])
     figure = axes.get_figure(root=True)
     assert figure is not None
-    height = 72 * figure.get_figheight() * box.height  # points, before the layout
-    for (at, end), place in zip(wanted, apart([at for at, _ in wanted], 1.25 * _LABEL_POINTS / height), strict=True):
-        x = float(to_axes.transform((end.x, end.y))[0])
+    height = 72 * figure.get_figheight() * axes.get_position().height  # points, before the layout
+    heights = apart([y for _, y, _ in places], 1.25 * _LABEL_POINTS / height)
+    for (x, y, line), shifted in zip(places, heights, strict=True):
+        color = line.get_color()
         axes.annotate(
-            end.text,
-            xy=(x, at),
-            xytext=(1.03, place),
+            str(line.get_label()),
+            xy=(x, y),
+            xytext=(1.03, shifted),
             xycoords="axes fraction",
             textcoords="axes fraction",
-            color=end.color,
+            color=color,
             fontsize=_LABEL_POINTS,
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": end.color, "linewidth": 0.5, "alpha": 0.5, "shrinkB": 3},
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.5, "shrinkB": 3},
         )

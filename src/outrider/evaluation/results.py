@@ -108,17 +108,20 @@ class Results(BaseModel):
         """Read a results.json.
 
         Raises:
-            ValueError: it is missing, or lacks a field (the message names it).
+            ValueError: it is missing, lacks a field (the message names it), or has no tasks.
         """
         if not path.is_file():
             raise ValueError(f"no {path}; give results.json files that outrider eval wrote.")
         try:
-            return Results.model_validate_json(path.read_bytes())
+            found = Results.model_validate_json(path.read_bytes())
         except ValidationError as error:
             reason = invalid_fields(error, "the file")[0]
             raise ValueError(
                 f"{path} is not a results.json that this version reads: {reason}. Evaluate again with outrider eval."
             ) from error
+        if not found.tasks:
+            raise ValueError(f"{path} has no tasks: run outrider eval again.")
+        return found
 
 
 def listed(fields: Mapping[str, Any]) -> str:

@@ -287,7 +287,7 @@ def run_profile(config: MachineProfileConfig, on_progress: Progress = _silent) -
         write_sps_table(paths[-1], lone)
     if config.plot:
         paths.append(config.out.with_suffix(".png"))
-        plot_profile(profile, context, paths[-1], rows=rows)
+        plot_profile(profile, paths[-1], context, rows=rows)
     return Profiled(profile, rows, context, paths=paths)
 
 

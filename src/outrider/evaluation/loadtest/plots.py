@@ -19,8 +19,6 @@ from outrider.evaluation.plots import (
     COLOURS,
     GREY,
     MOST_SERIES,
-    LineEnd,
-    label_ends,
     plain_ticks,
     powers_of_two,
     save_figure,
@@ -34,19 +32,19 @@ _BLACK, _STATIC, _ADAPTIVE = "#000000", COLOURS[0], COLOURS[1]
 def plot_frontier(frontier: Frontier, path: Path) -> None:
     """Plot throughput against the median user's speed; levels are written at the points without speculation."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    colours, ends = _colours(frontier), []
+    colours = _colours(frontier)
     for variant, color in colours.items():
         points = [p for p in frontier.points if p.variant == variant]
         places = [(_number(p, "user_p50"), p.throughput, p.level) for p in points]
-        _draw(axes, [x for x, _, _ in places], [y for _, y, _ in places], color=color)
-        if color != GREY:
-            ends.append(LineEnd(*places[0][:2], text=variant, color=color))
+        # From the highest load to the lowest, at which the label is.
+        x, y = [x for x, _, _ in reversed(places)], [y for _, y, _ in reversed(places)]
+        _draw(axes, x, y, color=color, label="" if color == GREY else variant)
         if variant == next(reversed(colours)):
-            for x, y, level in places:
+            for *place, level in places:
                 # To the lower left: lines fall from left to right.
                 axes.annotate(
                     f"{level:g}",
-                    (x, y),
+                    place,
                     xytext=(-6, -6),
                     textcoords="offset points",
                     fontsize=8,
@@ -55,7 +53,6 @@ def plot_frontier(frontier: Frontier, path: Path) -> None:
                 )
     axes.set(xlabel="tokens/s of the median user", ylabel="tokens/s of all users", xlim=(0, None), ylim=(0, None))
     axes.grid(alpha=0.3)
-    label_ends(axes, ends)
     grey = [variant for variant, color in colours.items() if color == GREY]
     facts = [*_facts(frontier), f"grey: {', '.join(grey)}" if grey else None]
     save_figure(figure, path, f"Throughput against user speed (numbers: {_UNITS[frontier.arrivals]})", *facts)
@@ -70,12 +67,9 @@ def plot_load(frontier: Frontier, path: Path) -> None:
     ]
     levels = sorted({p.level for p in frontier.points})
     for axes, label, height in shown:
-        ends = []
         for variant, color in _colours(frontier).items():
             points = [p for p in frontier.points if p.variant == variant]
-            _draw(axes, [p.level for p in points], [height(p) for p in points], color=color)
-            if not math.isnan(height(points[-1])):
-                ends.append(LineEnd(points[-1].level, height(points[-1]), text=variant, color=color))
+            _draw(axes, [p.level for p in points], [height(p) for p in points], color=color, label=variant)
             if axes is panels[0] and color != GREY:
                 quartiles = [p.quartiles["tokens_per_second"] or (math.nan,) * 3 for p in points]
                 low, high = [q[0] for q in quartiles], [q[2] for q in quartiles]
@@ -87,7 +81,6 @@ def plot_load(frontier: Frontier, path: Path) -> None:
             powers_of_two(axes, max(levels))
         else:
             axes.set_xticks(levels, [f"{level:g}" for level in levels])
-        label_ends(axes, ends)
     panels[1].set_xlabel(_UNITS[frontier.arrivals])
     save_figure(figure, path, "Throughput and verification budget under load", *_facts(frontier))
 
@@ -101,7 +94,6 @@ def plot_gains(frontier: Frontier, path: Path) -> None:
         "speed": (panels[1], "tokens/s of all users", "tokens/s of the median user"),
     }
     for what, (axes, given, gained) in shown.items():
-        ends = []
         for variant, color in highlighted(frontier).items():
             found = sorted(
                 (gain for gain in frontier.gains if (gain.figure, gain.variant) == (what, variant)),
@@ -109,16 +101,13 @@ def plot_gains(frontier: Frontier, path: Path) -> None:
             )
             x, y = [gain.at for gain in found], [gain.ratio or math.nan for gain in found]
             if any(gain.ratio for gain in found):
-                _draw(axes, x, y, color=color)
+                _draw(axes, x, y, color=color, label=variant)
                 low, high = [gain.low or math.nan for gain in found], [gain.high or math.nan for gain in found]
                 axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
-                last = max(gain.at for gain in found if gain.ratio)
-                ends.append(LineEnd(last, next(g.ratio or 0 for g in found if g.at == last), text=variant, color=color))
         axes.axhline(1, color=_BLACK, linewidth=0.8)
         axes.set(xlabel=given, ylabel=f"{gained}, in multiples of {against}", xscale="log")
         plain_ticks(axes.xaxis)
         axes.grid(alpha=0.3)
-        label_ends(axes, ends)
     bands = f"bands: {100 * INTERVAL:.0f} % intervals over repeats"
     save_figure(
         figure, path, f"Gain over {against} at equal speed per user, and at equal throughput", bands, *_facts(frontier)
@@ -162,9 +151,9 @@ def _colours(frontier: Frontier) -> dict[str, str]:
     return dict(reversed((found | dict.fromkeys(others[: MOST_SERIES - len(found)], GREY)).items()))
 
 
-def _draw(axes: Axes, x: list[float], y: list[float], color: str) -> None:
-    grey = color == GREY
-    axes.plot(x, y, color=color, marker="." if grey else "o", linewidth=1 if grey else 2, markersize=4 if grey else 5)
+def _draw(axes: Axes, x: list[float], y: list[float], color: str, label: str) -> None:
+    marker, width, size = (".", 1, 4) if color == GREY else ("o", 2, 5)
+    axes.plot(x, y, color=color, marker=marker, linewidth=width, markersize=size, label=label or "_")
 
 
 def _number(point: PointSummary, figure: str) -> float:
