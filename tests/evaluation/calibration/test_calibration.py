@@ -100,7 +100,7 @@ def test_ece_by_hand() -> None:
     assert ece(predicted, outcome) == pytest.approx((4 * 0.15 + 2 * 0.4) / 6)
     assert brier(predicted, outcome) == pytest.approx((3 * 0.01 + 0.81 + 0.01 + 0.81) / 6)
     assert ece(np.ones(3), np.ones(3)) == 0 and ece(np.ones(4), np.array([0.0, 1, 1, 1])) == 0.25
-    assert reliability(np.array([1.0, 0.0, 0.5]), np.ones(3), bins=2).count_M.tolist() == [1, 2]
+    assert reliability(np.array([1.0, 0.0, 0.5]), np.ones(3), bins=2)[0].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("bins", [1, 7, 20])

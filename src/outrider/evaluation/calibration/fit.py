@@ -12,9 +12,9 @@ Shapes: N rounds, K block positions (gamma), M bins.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -47,7 +47,7 @@ class Rounds:
 
     def __post_init__(self) -> None:
         count, width = self.confidences_NK.shape
-        if self.accepted_N.shape != (count,) or self.admitted_N.shape != (count,):
+        if not self.accepted_N.shape == self.admitted_N.shape == (count,):
             raise ValueError(
                 f"{count} rounds of confidences with accepted {self.accepted_N.shape} and admitted "
                 f"{self.admitted_N.shape}; give one count per round."
@@ -57,21 +57,17 @@ class Rounds:
 
     def chosen(self, which: Ints) -> Rounds:
         """A subset of the rounds, by indices or by a mask."""
-        features_NKF = None if self.features_NKF is None else self.features_NKF[which]
-        return Rounds(
-            self.confidences_NK[which], self.accepted_N[which], self.admitted_N[which], features_NKF=features_NKF
-        )
+        return Rounds(*(None if array is None else array[which] for array in self._arrays()))  # type: ignore[arg-type]
 
     @staticmethod
     def joined(parts: Sequence[Rounds]) -> Rounds:
-        """The rounds of all `parts` in order; `parts` must not be empty."""
-        features = [p.features_NKF for p in parts if p.features_NKF is not None]
-        return Rounds(
-            np.concatenate([p.confidences_NK for p in parts]),
-            np.concatenate([p.accepted_N for p in parts]),
-            np.concatenate([p.admitted_N for p in parts]),
-            features_NKF=np.concatenate(features) if features else None,
-        )
+        """The rounds of all `parts` in order; `parts` must not be empty. Parts without rounds may have no features."""
+        columns = zip(*(part._arrays() for part in parts), strict=True)
+        known = ([array for array in column if array is not None] for column in columns)
+        return Rounds(*(np.concatenate(arrays) if arrays else None for arrays in known))  # type: ignore[arg-type]
+
+    def _arrays(self) -> tuple[Any, ...]:
+        return self.confidences_NK, self.accepted_N, self.admitted_N, self.features_NKF
 
 
 TaskRounds = Mapping[str, Sequence[Sequence[Rounds]]]  # by task: the rounds of each turn of each conversation
@@ -97,15 +93,6 @@ class Scaling:
         return sigmoid(logit(confidences_NJ) / temperatures_J + offsets_J)
 
 
-@dataclass(frozen=True)
-class Reliability:
-    """Equal-width bins over [0, 1]: rounds per bin, and the sums of predictions and of outcomes in each."""
-
-    count_M: Ints
-    predicted_M: Floats
-    happened_M: Floats
-
-
 def survival(rounds: Rounds, scaling: Scaling, width: int) -> Floats:
     """Survival a_1..a_j [N, j] for j = `width`; values at positions from `admitted_N` on mean nothing."""
     survival_NJ: Floats = np.cumprod(scaling.apply(rounds.confidences_NK[:, :width]), axis=1, dtype=np.float64)
@@ -119,29 +106,27 @@ def at_position(rounds: Rounds, scaling: Scaling, k: int) -> tuple[Floats, Float
     return predicted_N, (rounds.accepted_N[judged_N] >= k).astype(np.float64)
 
 
-def reliability(predicted_N: Floats, outcome_N: Floats, bins: int = BINS) -> Reliability:
-    """Counts, predictions and outcomes per bin of the prediction."""
-    places_N = _bin(predicted_N, bins)
-    return Reliability(
-        np.bincount(places_N, minlength=bins),
-        np.bincount(places_N, weights=predicted_N, minlength=bins).astype(np.float64),
-        np.bincount(places_N, weights=outcome_N, minlength=bins).astype(np.float64),
+def reliability(predicted_N: Floats, outcome_N: Floats, bins: int = BINS) -> tuple[Ints, Floats, Floats]:
+    """Equal-width bins over [0, 1]: rounds per bin [M], and the sums of predictions and of outcomes in each."""
+    places_N = np.minimum((predicted_N * bins).astype(np.int64), bins - 1)  # 1.0 belongs to the last bin
+    predicted_M, happened_M = (
+        np.bincount(places_N, by_N, bins).astype(np.float64) for by_N in (predicted_N, outcome_N)
     )
+    return np.bincount(places_N, minlength=bins), predicted_M, happened_M
 
 
 def ece(predicted_N: Floats, outcome_N: Floats, bins: int = BINS) -> float:
     """Expected calibration error; needs at least one prediction."""
-    found = reliability(predicted_N, outcome_N, bins)
-    return float(np.abs(found.predicted_M - found.happened_M).sum() / len(predicted_N))
+    _, predicted_M, happened_M = reliability(predicted_N, outcome_N, bins)
+    return float(np.abs(predicted_M - happened_M).sum() / len(predicted_N))
 
 
-def ece_noise(predicted_N: Floats, bins: int = BINS) -> float:
+def ece_noise(predicted_N: Floats) -> float:
     """Expected calibration error that perfectly calibrated predictions show by chance in so many rounds.
 
     The sum of p - outcome in a bin is nearly normal with variance sum p (1 - p), and E|x| = s sqrt(2 / pi).
     """
-    places_N = _bin(predicted_N, bins)
-    variance_M = np.bincount(places_N, weights=predicted_N * (1 - predicted_N), minlength=bins)
+    _, _, variance_M = reliability(predicted_N, predicted_N * (1 - predicted_N))
     return float(np.sqrt(2 / np.pi * variance_M).sum() / len(predicted_N))
 
 
@@ -166,10 +151,6 @@ def roc_auc(predicted_N: Floats, outcome_N: Floats) -> float | None:
     ranks = np.cumsum(counts) - (counts - 1) / 2  # ties share the mean of their ranks
     wins = ranks[places_N][outcome_N > 0].sum() - positives * (positives + 1) / 2
     return float(wins / (positives * negatives))
-
-
-def _bin(predicted_N: Floats, bins: int) -> Ints:
-    return np.minimum((predicted_N * bins).astype(np.int64), bins - 1)  # 1.0 belongs to the last bin
 
 
 # ----------------------------------------------------------------------------
@@ -207,56 +188,48 @@ def fit_sts(rounds: Rounds, offsets: bool = True) -> Scaling:
         if not judged_N.any():
             raise ValueError(f"no round judged draft position {k}: decode more, with blocks verified whole.")
         before_N = survival(rounds, scaling, k - 1)[judged_N, -1] if k > 1 else np.ones(int(judged_N.sum()))
-        position = _Position(
-            before_N,
-            logit(rounds.confidences_NK[judged_N, k - 1]),
-            outcome_N=(rounds.accepted_N[judged_N] >= k).astype(np.float64),
-        )
-        u, offset = position.fit(2 if offsets else 1)
+        logits_N = logit(rounds.confidences_NK[judged_N, k - 1])
+        outcome_N = (rounds.accepted_N[judged_N] >= k).astype(np.float64)
+        u, offset = _fit_position(before_N, logits_N, outcome_N, free=2 if offsets else 1)
         scaling = Scaling([*scaling.temperatures, float(np.exp(u))], [*scaling.offsets, float(offset)])
     return scaling
 
 
-@dataclass(frozen=True)
-class _Position:
-    """The rounds that verified one position, with the survival of the positions before it."""
+def _fit_position(before_N: Floats, logits_N: Floats, outcome_N: Floats, *, free: int) -> Floats:
+    """(u, b) of least log loss plus penalty, by Fisher scoring from (0, 0); the first `free` of the two are fitted.
 
-    before_N: Floats
-    logits_N: Floats
-    outcome_N: Floats
+    `before_N`: survival of the positions before.
+    """
 
-    def cost(self, point_P: Floats) -> float:
-        """Log loss plus the prior's penalty at (u, b)."""
-        predicted_N = self.before_N * sigmoid(self.logits_N * np.exp(-point_P[0]) + point_P[1])
-        return float(log_loss(predicted_N, self.outcome_N).sum() + (_PRIOR_P * point_P**2).sum() / 2)
+    def cost_at(point_P: Floats) -> float:
+        predicted_N = before_N * sigmoid(logits_N * np.exp(-point_P[0]) + point_P[1])
+        return float(log_loss(predicted_N, outcome_N).sum() + (_PRIOR_P * point_P**2).sum() / 2)
 
-    def fit(self, free: int) -> Floats:
-        """(u, b) of least cost, by Fisher scoring from (0, 0); the first `free` of the two are fitted."""
-        point_P = np.zeros(2)
-        cost = self.cost(point_P)
-        for _ in range(_STEPS):
-            scaled_N = self.logits_N * np.exp(-point_P[0])
-            own_N = sigmoid(scaled_N + point_P[1])
-            predicted_N = np.clip(self.before_N * own_N, EDGE, 1 - EDGE)
-            slope_N = predicted_N * (1 - own_N)  # of the prediction, by the scaled logit
-            variance_N = predicted_N * (1 - predicted_N)
-            slopes_NP = np.stack((-scaled_N, np.ones_like(scaled_N)), axis=1)
-            gradient_P = slopes_NP.T @ (slope_N * (predicted_N - self.outcome_N) / variance_N) + _PRIOR_P * point_P
-            information_PP = (slopes_NP.T * (slope_N**2 / variance_N)) @ slopes_NP + np.diag(_PRIOR_P)
-            step_P = np.zeros(2)
-            step_P[:free] = np.linalg.solve(information_PP[:free, :free], gradient_P[:free])
-            for _ in range(_HALVINGS):
-                moved_P = np.clip(point_P - step_P, -_BOUND_P, _BOUND_P)
-                if (lower := self.cost(moved_P)) < cost:
-                    break
-                step_P /= 2
-            else:
+    point_P = np.zeros(2)
+    cost = cost_at(point_P)
+    for _ in range(_STEPS):
+        scaled_N = logits_N * np.exp(-point_P[0])
+        calibrated_N = sigmoid(scaled_N + point_P[1])
+        predicted_N = np.clip(before_N * calibrated_N, EDGE, 1 - EDGE)
+        slope_N = predicted_N * (1 - calibrated_N)  # of the prediction, by the scaled logit
+        variance_N = predicted_N * (1 - predicted_N)
+        slopes_NP = np.stack((-scaled_N, np.ones_like(scaled_N)), axis=1)
+        gradient_P = slopes_NP.T @ (slope_N * (predicted_N - outcome_N) / variance_N) + _PRIOR_P * point_P
+        information_PP = (slopes_NP.T * (slope_N**2 / variance_N)) @ slopes_NP + np.diag(_PRIOR_P)
+        step_P = np.zeros(2)
+        step_P[:free] = np.linalg.solve(information_PP[:free, :free], gradient_P[:free])
+        for _ in range(_HALVINGS):
+            moved_P = np.clip(point_P - step_P, -_BOUND_P, _BOUND_P)
+            if (lower := cost_at(moved_P)) < cost:
                 break
-            change = np.abs(moved_P - point_P).max()
-            point_P, cost = moved_P, lower
-            if change < _CLOSE:
-                break
-        return point_P
+            step_P /= 2
+        else:
+            break
+        change = np.abs(moved_P - point_P).max()
+        point_P, cost = moved_P, lower
+        if change < _CLOSE:
+            break
+    return point_P
 
 
 # ----------------------------------------------------------------------------
@@ -274,53 +247,41 @@ _RESAMPLES = 200
 
 
 def refusal(held_out: Sequence[Rounds], scaling: Scaling) -> str | None:
-    """The reason why a scaling is not worth storing, with its figures; None where it is.
+    """The reason why a scaling is not worth storing, with its figures; None if it is.
 
     Args:
         held_out: rounds of each conversation, none of which was fitted on.
     """
     points_KP = np.stack((np.log(scaling.temperatures), scaling.offsets), axis=1)
     at_bound = [str(k + 1) for k in np.flatnonzero((np.abs(points_KP) >= _BOUND_P - 1e-6).any(axis=1))]
-    without, tried = (_Held.of(held_out, s) for s in (Scaling.identity(len(scaling.temperatures)), scaling))
-    once_C = np.ones((1, len(held_out)))
     chances_C = np.full(len(held_out), 1 / len(held_out))
     drawn_RC = np.random.default_rng(0).multinomial(len(held_out), chances_C, size=_RESAMPLES).astype(np.float64)
-    noise = float((tried.ece(drawn_RC) - without.ece(drawn_RC)).std())
-    (before,), (after,) = without.ece(once_C), tried.ece(once_C)
-    if not at_bound and tried.loss < without.loss and after <= before + noise:
+    weights_RC = np.concatenate((np.ones((1, len(held_out))), drawn_RC))  # first the conversations as they are
+    (loss_before, before_R), (loss_after, after_R) = (
+        _held_out_errors(held_out, s, weights_RC) for s in (Scaling.identity(len(scaling.temperatures)), scaling)
+    )
+    noise = float((after_R - before_R)[1:].std())
+    if not at_bound and loss_after < loss_before and after_R[0] <= before_R[0] + noise:
         return None
     bounds = f"the fit of position {', '.join(at_bound)} is at its bound; " if at_bound else ""
     return (
-        f"{bounds}on held-out conversations ECE {before:.3f} without, {after:.3f} with; "
-        f"log loss {without.loss:.4f} without, {tried.loss:.4f} with"
+        f"{bounds}on held-out conversations ECE {before_R[0]:.3f} without, {after_R[0]:.3f} with; "
+        f"log loss {loss_before:.4f} without, {loss_after:.4f} with"
     )
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A scaling on held-out conversations: mean log loss, and sums per bin of prediction - outcome."""
-
-    loss: float
-    gaps_CKM: Floats
-    counts_CK: Floats
-
-    @staticmethod
-    def of(held_out: Sequence[Rounds], scaling: Scaling) -> _Held:
-        width, total = len(scaling.temperatures), 0.0
-        gaps_CKM, counts_CK = np.zeros((len(held_out), width, BINS)), np.zeros((len(held_out), width))
-        for c, rounds in enumerate(held_out):
-            for k in range(width):
-                predicted_N, outcome_N = at_position(rounds, scaling, k + 1)
-                found = reliability(predicted_N, outcome_N)
-                gaps_CKM[c, k], counts_CK[c, k] = found.predicted_M - found.happened_M, len(outcome_N)
-                total += float(log_loss(predicted_N, outcome_N).sum())
-        return _Held(total / counts_CK.sum(), gaps_CKM, counts_CK)
-
-    def ece(self, weights_RC: Floats) -> Floats:
-        """Mean ECE over the positions [R], each conversation taken `weights_RC` times."""
-        gaps_RK = np.abs(np.einsum("rc,ckm->rkm", weights_RC, self.gaps_CKM)).sum(-1)
-        errors_R: Floats = (gaps_RK / np.maximum(weights_RC @ self.counts_CK, 1)).mean(-1)
-        return errors_R
+def _held_out_errors(held_out: Sequence[Rounds], scaling: Scaling, weights_RC: Floats) -> tuple[float, Floats]:
+    """Mean log loss, and the mean ECE over the positions [R] with each conversation taken `weights_RC` times."""
+    width, total = len(scaling.temperatures), 0.0
+    gaps_CKM, counts_CK = np.zeros((len(held_out), width, BINS)), np.zeros((len(held_out), width))
+    for c, rounds in enumerate(held_out):
+        for k in range(width):
+            predicted_N, outcome_N = at_position(rounds, scaling, k + 1)
+            _, predicted_M, happened_M = reliability(predicted_N, outcome_N)
+            gaps_CKM[c, k], counts_CK[c, k] = predicted_M - happened_M, len(outcome_N)
+            total += float(log_loss(predicted_N, outcome_N).sum())
+    gaps_RK = np.abs(np.einsum("rc,ckm->rkm", weights_RC, gaps_CKM)).sum(-1)
+    return total / counts_CK.sum(), (gaps_RK / np.maximum(weights_RC @ counts_CK, 1)).mean(-1)
 
 
 # ----------------------------------------------------------------------------
@@ -360,7 +321,7 @@ def with_estimates(rounds: Rounds, estimator: CertaintyEstimator) -> Rounds:
     """The same rounds with raw confidences computed by `estimator`."""
     assert rounds.features_NKF is not None
     raw_NK = sigmoid(rounds.features_NKF @ np.array(estimator.weights) + np.array(estimator.biases))
-    return dataclasses.replace(rounds, confidences_NK=raw_NK)
+    return replace(rounds, confidences_NK=raw_NK)
 
 
 # ----------------------------------------------------------------------------
@@ -458,14 +419,12 @@ class CalibrationResult:
     def unfitted(self) -> Calibration:
         """The calibration with temperatures of 1 and offsets of 0, and what was measured so."""
         none = Scaling.identity(len(self.calibration.temperatures))
-        changed = {"temperatures": none.temperatures, "offsets": none.offsets, "after": self.calibration.before}
-        return self.calibration.model_copy(update=changed)
+        return self.calibration.model_copy(update=asdict(none) | {"after": self.calibration.before})
 
     @property
     def serving(self) -> Scaling:
-        """The scaling to serve these confidences with: none where it was refused."""
-        scaling = self.calibration.scaling
-        return scaling if self.refused is None else Scaling.identity(len(scaling.temperatures))
+        """The scaling to serve these confidences with: none if it was refused."""
+        return (self.calibration if self.refused is None else self.unfitted).scaling
 
 
 def calibrate(
@@ -487,38 +446,36 @@ def calibrate(
     Raises:
         ValueError: too few rounds.
     """
-    fit = [turns for task in fit_tasks or tasks for turns in collected[task][:: 1 if fit_tasks else 2]]
-    measured = {task: collected[task][0 if fit_tasks else 1 :: 1 if fit_tasks else 2] for task in tasks}
+    step = 1 if fit_tasks else 2
+    fit = [turns for task in fit_tasks or tasks for turns in collected[task][::step]]
+    measured = {task: collected[task][step - 1 :: step] for task in tasks}
     estimator = None
-    if any(rounds.features_NKF is not None for turns in fit for rounds in turns):
-        estimator = fit_estimator(Rounds.joined([rounds for turns in fit for rounds in turns]))
-        fit = [[with_estimates(rounds, estimator) for rounds in turns] for turns in fit]
-        measured = {
-            task: [[with_estimates(rounds, estimator) for rounds in turns] for turns in conversations]
-            for task, conversations in measured.items()
-        }
+    blocks = [rounds for turns in fit for rounds in turns]
+    if any(rounds.features_NKF is not None for rounds in blocks):
+        known = estimator = fit_estimator(Rounds.joined(blocks))
+
+        def estimated(conversations: Sequence[Sequence[Rounds]]) -> list[list[Rounds]]:
+            return [[with_estimates(rounds, known) for rounds in turns] for turns in conversations]
+
+        fit, measured = estimated(fit), {task: estimated(found) for task, found in measured.items()}
     replay = settings.params.temperature == 0.0
-    fit_rounds = Rounds.joined(_enough(fit, replay, "to fit on"))
-    held_out = _enough([turns for found in measured.values() for turns in found], replay, "to measure on")
+    fit_rounds = Rounds.joined(_enough(_decoded(fit, replay), "to fit on"))
+    by_task = {task: _decoded(conversations, replay) for task, conversations in measured.items()}
+    held_out = _enough([rounds for found in by_task.values() for rounds in found], "to measure on")
     joined, scaling, alone = Rounds.joined(held_out), fit_sts(fit_rounds), fit_sts(fit_rounds, offsets=False)
-    rounds_of = {
-        task: [decoded_rounds(rounds) if replay else rounds for turns in found for rounds in turns]
-        for task, found in measured.items()
-    }
-    by_task = {task: Rounds.joined(found) for task, found in rounds_of.items() if found}
-    errors = scaling_errors(by_task | {"": joined}, alone, scaling)
-    refused = refusal(held_out, scaling)
+    tasks_rounds = {task: Rounds.joined(found) for task, found in by_task.items() if found}
+    errors = _scaling_errors(tasks_rounds | {"": joined}, alone, scaling)
+    refused, none = refusal(held_out, scaling), Scaling.identity(len(scaling.temperatures))
     if refused is not None and estimator is not None:
-        scaling = Scaling.identity(len(scaling.temperatures))
+        scaling = none
     calibration = Calibration(
-        temperatures=scaling.temperatures,
-        offsets=scaling.offsets,
+        **asdict(scaling),
         estimator=None if estimator is None else {k: list(v) for k, v in asdict(estimator).items()},
         fitted_on=list(fit_tasks or tasks),
         measured_on=list(tasks),
         fit_rounds=len(fit_rounds.accepted_N),
         measured_rounds=len(joined.accepted_N),
-        before=quality(joined, Scaling.identity(len(scaling.temperatures))),
+        before=quality(joined, none),
         after=quality(joined, scaling),
         temperatures_alone=alone.temperatures,
         errors=errors,
@@ -538,52 +495,45 @@ def quality(rounds: Rounds, scaling: Scaling) -> Quality:
         ece_noise=[ece_noise(predicted_N) for predicted_N, _ in pairs],
         brier=[brier(*pair) for pair in pairs],
         roc_auc=[roc_auc(*pair) for pair in pairs],
-        reliability=[_bins(reliability(*pair)) for pair in pairs],
+        reliability=[_bins(*reliability(*pair)) for pair in pairs],
     )
 
 
-def scaling_errors(tasks: Mapping[str, Rounds], alone: Scaling, scaling: Scaling) -> list[ScalingError]:
+def _bins(count_M: Ints, predicted_M: Floats, happened_M: Floats) -> Bins:
+    full = count_M > 0
+    means_M, shares_M = (np.round(sums_M[full] / count_M[full], 4) for sums_M in (predicted_M, happened_M))
+    return Bins(rounds=count_M[full].tolist(), predicted=means_M.tolist(), accepted=shares_M.tolist())
+
+
+def _scaling_errors(tasks: Mapping[str, Rounds], alone: Scaling, scaling: Scaling) -> list[ScalingError]:
     """The errors of each task's rounds without scaling, with temperatures `alone`, and with `scaling`."""
     width = len(scaling.temperatures)
     kinds: dict[Any, Scaling] = {"none": Scaling.identity(width), "temperatures": alone}
     kinds["temperatures and offsets"] = scaling
-    found = []
-    for task, rounds in tasks.items():
-        for kind, tried in kinds.items():
-            predictions = [at_position(rounds, tried, k) for k in range(1, width + 1)]
-            found.append(
-                ScalingError(
-                    task=task,
-                    scaling=kind,
-                    rounds=len(rounds.accepted_N),
-                    ece=[ece(*pair) if len(pair[0]) else None for pair in predictions],
-                    ece_noise=[ece_noise(pair[0]) if len(pair[0]) else None for pair in predictions],
-                )
-            )
-    return found
+    errors = []
+    for (task, rounds), (kind, tried) in product(tasks.items(), kinds.items()):
+        pairs = [at_position(rounds, tried, k) for k in range(1, width + 1)]
+        eces = [ece(*pair) if len(pair[0]) else None for pair in pairs]
+        noise = [ece_noise(pair[0]) if len(pair[0]) else None for pair in pairs]
+        count = len(rounds.accepted_N)
+        errors.append(ScalingError(task=task, scaling=kind, rounds=count, ece=eces, ece_noise=noise))
+    return errors
 
 
-def _bins(found: Reliability) -> Bins:
-    full = found.count_M > 0
-    count_M = found.count_M[full]
-    means_M, shares_M = (np.round(sums_M[full] / count_M, 4) for sums_M in (found.predicted_M, found.happened_M))
-    return Bins(rounds=count_M.tolist(), predicted=means_M.tolist(), accepted=shares_M.tolist())
-
-
-def _enough(conversations: Sequence[Sequence[Rounds]], replay: bool, purpose: str) -> list[Rounds]:
-    """The rounds that decoding takes, by conversation; at least `_FEWEST_ROUNDS`.
-
-    `replay`: the collected blocks follow every token.
-    """
-    parts = [
+def _decoded(conversations: Sequence[Sequence[Rounds]], replay: bool) -> list[Rounds]:
+    """The rounds that decoding takes, by conversation. `replay`: the collected blocks follow every token."""
+    return [
         Rounds.joined([decoded_rounds(rounds) if replay else rounds for rounds in turns])
         for turns in conversations
         if turns
     ]
-    found = sum(len(part.accepted_N) for part in parts)
-    if found < _FEWEST_ROUNDS:
+
+
+def _enough(parts: list[Rounds], purpose: str) -> list[Rounds]:
+    count = sum(len(part.accepted_N) for part in parts)
+    if count < _FEWEST_ROUNDS:
         raise ValueError(
-            f"{found} decode rounds {purpose} are too few, {_FEWEST_ROUNDS} is the least: give more prompts "
+            f"{count} decode rounds {purpose} are too few, {_FEWEST_ROUNDS} is the least: give more prompts "
             "(--max-samples) or longer responses (--max-new-tokens)."
         )
     return parts
