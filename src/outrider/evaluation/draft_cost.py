@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -104,46 +104,38 @@ def measure_costs(
     Raises:
         ValueError: the context exceeds the target's.
     """
-    deepest = max(drafter.sources.drafter.gamma for _, drafter in drafters)
-    rounds_each = [range(1, drafter.sources.drafter.gamma + 1) for _, drafter in drafters]
+    gammas = [drafter.sources.drafter.gamma for _, drafter in drafters]
+    deepest = max(gammas)
     if context + READ * deepest + deepest > target.max_context:
         raise ValueError(f"context {context}: {target.name} reads {target.max_context} tokens; give less.")
     tokens = sample_text(target, context + 1)
     aux_layers = [_aux_hidden_states(target, drafter, tokens[:-1]) for _, drafter in drafters]
     shortened = [
-        {gamma: drafter if gamma == drafter.sources.drafter.gamma else drafter.of_length(gamma) for gamma in gammas}
-        for (_, drafter), gammas in zip(drafters, rounds_each, strict=True)
+        {k: drafter if k == gamma else drafter.of_length(k) for k in range(1, gamma + 1)}
+        for (_, drafter), gamma in zip(drafters, gammas, strict=True)
     ]
     spent: dict[tuple[int, int], list[tuple[float, float, int]]] = {}
     shuffle = random.Random(0).shuffle
     for repeat in range(WARM_UP + repeats):
         sessions = [
-            TimedSession(target, drafter, tokens, aux_layers=aux_layers[i], rounds=deepest)
-            for i, (_, drafter) in enumerate(drafters)
+            TimedSession(target, drafter, tokens, aux_layers=aux, rounds=deepest)
+            for (_, drafter), aux in zip(drafters, aux_layers, strict=True)
         ]
         lengths = list(range(1, deepest + 1))
         shuffle(lengths)
-        for gamma in lengths:
-            for turn in range(len(drafters)):
-                i = (turn + repeat) % len(drafters)
-                if gamma in rounds_each[i]:
-                    spent.setdefault((i, gamma), []).append(sessions[i].round(gamma, shortened[i][gamma]))
+        for length, turn in product(lengths, range(len(drafters))):
+            i = (turn + repeat) % len(drafters)
+            if length in shortened[i]:
+                spent.setdefault((i, length), []).append(sessions[i].round(length, shortened[i][length]))
         for timed in sessions:
             timed.drafter.end(timed.session)
         on_progress("bench-drafters", repeat + 1, WARM_UP + repeats)
     costs = [
-        DrafterCost(info=info, points=[_point(gamma, spent[i, gamma][WARM_UP:]) for gamma in rounds_each[i]])
+        DrafterCost(info=info, points=[_point(k, spent[i, k][WARM_UP:]) for k in shortened[i]])
         for i, (info, _) in enumerate(drafters)
     ]
-    return DraftCosts(
-        target=target.name,
-        context=context,
-        repeats=repeats,
-        drafters=costs,
-        machine=machine(),
-        versions=versions,
-        date=today(),
-    )
+    return DraftCosts(target=target.name, context=context, repeats=repeats, drafters=costs, machine=machine(),
+                      versions=versions, date=today())  # fmt: skip
 
 
 def sample_text(target: Target, count: int) -> list[int]:
@@ -179,14 +171,9 @@ class TimedSession:
             drafter.extend([self.session], [read], None if self.aux_layers is None else self.aux_layers[-READ:])
         self.committed += READ
         call = DraftCall(
-            self.session,
-            self.tokens[-1],
-            SamplingParams(),
-            seen=self.seen,
-            source=self.source,
-            limit=gamma,
+            self.session, self.tokens[-1], SamplingParams(), seen=self.seen, source=self.source, limit=gamma,
             position=self.committed,
-        )
+        )  # fmt: skip
         with self.proposing:
             (proposal,) = drafter.propose([call])
         return self.reading.take(), self.proposing.take(), len(proposal.tokens)
@@ -203,13 +190,10 @@ def _aux_hidden_states(target: Target, drafter: Drafter, tokens: Sequence[int]) 
 
 
 def _point(gamma: int, spent: Sequence[tuple[float, float, int]]) -> CostPoint:
-    return CostPoint(
-        gamma=gamma,
-        read=quartiles([read for read, _, _ in spent]),
-        propose=quartiles([propose for _, propose, _ in spent]),
-        whole=quartiles([read + propose for read, propose, _ in spent]),
-        proposed=statistics.fmean(count for _, _, count in spent),
-    )
+    read, propose, counts = zip(*spent, strict=True)
+    whole = [sum(seconds) for seconds in zip(read, propose, strict=True)]
+    times = {"read": quartiles(read), "propose": quartiles(propose), "whole": quartiles(whole)}
+    return CostPoint(gamma=gamma, **times, proposed=statistics.fmean(counts))
 
 
 # ----------------------------------------------------------------------------
@@ -266,28 +250,27 @@ def plot_draft_cost(costs: DraftCosts, path: Path, first: Sequence[str] = ()) ->
         first: labels in the order of their importance.
     """
     known = {drafter.info.label: drafter.points for drafter in costs.drafters}
-    shown = [*(label for label in first if label in known), *(label for label in known if label not in first)]
+    shown = list(dict.fromkeys((*(label for label in first if label in known), *known)))
     alone = len(shown) > MOST_SERIES
     if alone:
         figure, panels = small_multiples(len(shown), 6, panel=(2.0, 1.7))
         drawn = [(axes, [label]) for axes, label in zip(panels, shown, strict=True)]
     else:
         figure, axes = plt.subplots(figsize=(8.4, 4.6), layout="constrained")
+        axes.set_xticks(range(1, max(drafter.info.gamma for drafter in costs.drafters) + 1))
         drawn = [(axes, shown)]
     for axes, labels in drawn:
         for points in known.values() if alone else ():
             axes.plot([p.gamma for p in points], [1e3 * p.whole[1] for p in points], color=GREY, lw=0.7, alpha=0.6)
         for label, color in reversed(list(zip(labels, COLOURS, strict=False))):  # the first one in front
-            gammas = [point.gamma for point in known[label]]
+            lengths = [point.gamma for point in known[label]]
             low, middle, high = ([1e3 * point.whole[i] for point in known[label]] for i in range(3))
-            draw_band(axes, gammas, low=low, middle=middle, high=high, color=color, label="_" if alone else label,
+            draw_band(axes, lengths, low=low, middle=middle, high=high, color=color, label="_" if alone else label,
                       markersize=3 if alone else 4)  # fmt: skip
+            if alone:
+                axes.set_title(f"{label}: {middle[-1]:.1f} ms for {lengths[-1]}", fontsize=8)
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
-        if alone:
-            axes.set_title(f"{labels[0]}: {middle[-1]:.1f} ms for {gammas[-1]}", fontsize=8)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        else:
-            axes.set_xticks(range(1, max(drafter.info.gamma for drafter in costs.drafters) + 1))
     drawn[0][0].set_ylim(0, None)  # of all panels, which share it
     figure.supxlabel("draft tokens in a row (of a tree: its depth)", fontsize=9)
     figure.supylabel("milliseconds per round", fontsize=9)

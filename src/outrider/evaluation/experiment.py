@@ -211,19 +211,21 @@ def _with_paths(table: ExperimentTable, directory: Path) -> ExperimentTable:
     def recipe(name: str) -> str:
         return str(packaged(found(name), "recipes"))
 
-    rows = {}
-    for name, row in table.rows.items():
+    def placed(row: Row) -> Row:
         calibrate = row.calibrate
         if calibrate is not None and isinstance(tasks := calibrate.get("tasks"), list):
             calibrate = calibrate | {"tasks": [found(task) for task in tasks]}
         own = None if row.recipe is None else recipe(row.recipe)
-        rows[name] = row.model_copy(update={"recipe": own, "calibrate": calibrate})
+        return row.model_copy(update={"recipe": own, "calibrate": calibrate})
+
     place = table.data_directory
     if place is not None and (directory / place).is_dir():
         place = str(directory / place)
+    rows = {name: placed(row) for name, row in table.rows.items()}
     tasks = [found(task) for task in table.tasks]
-    made = {"recipe": recipe(table.recipe), "tasks": tasks, "rows": rows, "data_directory": place}
-    return table.model_copy(update=made)
+    return table.model_copy(
+        update={"recipe": recipe(table.recipe), "tasks": tasks, "rows": rows, "data_directory": place}
+    )
 
 
 def as_overrides(fields: Mapping[str, Any]) -> list[str]:
@@ -414,23 +416,20 @@ def _draft_cost(table: ExperimentTable, options: dict[str, Option]) -> Stage:
     A row with `drafter_of` and the draft shape of that row costs the same and is left out.
     """
     first = {name: drafter for name, _, drafter in reversed(list(table.drafters()))}
-    shapes = {name: _draft_shape(table, name) for name in table.rows}
+    shapes: dict[str, dict[str, Option]] = {}
+    for name in table.rows:
+        options_of = {option.replace("_", "-"): value for option, value in table.eval_options(name).items()}
+        shapes[name] = {option: options_of[option] for option in ("tree", "block-size") if option in options_of}
     origins = {name: row.drafter_of for name, row in table.rows.items()}
     measured = [name for name, origin in origins.items() if origin is None or shapes[name] != shapes[origin]]
     cost = Path(table.out) / "comparison" / "draft_cost.json"
     command = ["bench-drafters", *(f"{name}={first[name]}" for name in measured), "--target", table.target]
     for name in measured:
-        command += [part for option, size in shapes[name].items() for part in (option, f"{name}={size}")]
+        command += _options({option: f"{name}={size}" for option, size in shapes[name].items()})
     command += ["--out", str(cost), *_options(options), *_threads(table)]
     drafters = dict.fromkeys(first[name] for name in measured)
     inputs = [file for drafter in drafters for file in _checkpoint_files(drafter)]
     return Stage(command, inputs, Path(table.out) / "stamps" / "bench-drafters", output=cost)
-
-
-def _draft_shape(table: ExperimentTable, name: str) -> dict[str, Option]:
-    """The options of a row's evaluation that decide what its drafts cost."""
-    options = {f"--{option.replace('_', '-')}": value for option, value in table.eval_options(name).items()}
-    return {option: options[option] for option in ("--tree", "--block-size") if option in options}
 
 
 def _checkpoint_files(drafter: str) -> list[Path]:

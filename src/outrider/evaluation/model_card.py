@@ -40,59 +40,43 @@ def confidences(stored: object, section: str, heading: str) -> str:
         reason = invalid_fields(error)[0]
         raise ValueError(f"outrider.json: {section}.{reason}; run outrider calibrate again.") from error
     headings, *rows = calibration_rows(found)
-    table = "\n".join(markdown_table(headings, rows))
-    parts = [f"## {heading}", *_estimator(found.estimator), _scaling(found), table, _measured(found)]
-    return "\n\n".join(parts)
-
-
-def _estimator(estimator: Mapping[str, Sequence[float]] | None) -> list[str]:
-    """The paragraph on the estimator; [] where the drafter has a confidence head."""
-    if estimator is None:
-        return []
-    certainty, entropy = estimator["weights"]
-    biases = ", ".join(f"{bias:+.2f}" for bias in estimator["biases"])
-    return [
-        "The drafter has no confidence head. Its confidences are a logistic regression on its own distribution p_k:\n"
-        f"c_k = sigmoid({certainty:.2f} logit(max p_k) {entropy:+.2f} entropy(p_k) + bias_k), biases {biases}."
-    ]
-
-
-def _scaling(found: Calibration) -> str:
     what, how = "A temperature per position", "is applied when the drafter is served."
-    if _offsets(found):
+    if any(found.offsets):
         what = "A temperature and an offset per position"
         how = "are applied when the drafter\nis served: sigmoid(logit(c) / temperature + offset)."
-    return (
+    parts = [
+        f"## {heading}",
         f"{what} (Sequential Temperature Scaling) {how}\n"
-        "Survival to position k against what was accepted, 20 bins, before -> after:"
-    )
-
-
-def _offsets(found: Calibration) -> list[float] | None:
-    """The offsets; None where all are 0."""
-    return found.offsets if any(found.offsets) else None
-
-
-def calibration_rows(found: Calibration) -> list[list[str]]:
-    """Headings, then a row per draft position."""
-    offsets, before, after = _offsets(found), found.before, found.after
-    headings = ["k", "temperature", *(["offset"] if offsets else []), "ECE", "ECE by chance", "Brier", "ROC-AUC after"]
-    rows = []
-    for i, (t, area) in enumerate(zip(found.temperatures, after.roc_auc, strict=True)):
-        cells = [str(i + 1), f"{t:.2f}", *([f"{offsets[i]:+.2f}"] if offsets else [])]
-        cells += [f"{before.ece[i]:.3f} -> {after.ece[i]:.3f}", f"{after.ece_noise[i]:.3f}"]
-        cells += [f"{before.brier[i]:.3f} -> {after.brier[i]:.3f}", "-" if area is None else f"{area:.3f}"]
-        rows.append(cells)
-    return [headings, *rows]
-
-
-def _measured(found: Calibration) -> str:
-    return (
+        "Survival to position k against what was accepted, 20 bins, before -> after:",
+        "\n".join(markdown_table(headings, rows)),
         f"Fitted on {found.fit_rounds:,} rounds of {', '.join(found.fitted_on)}; measured on "
         f"{found.measured_rounds:,} other rounds of {', '.join(found.measured_on)};\n"
         f"decoding at temperature {found.sampling['temperature']}. By chance: what as many rounds would show of "
-        "perfect confidences."
-    )
+        "perfect confidences.",
+    ]
+    if found.estimator is not None:
+        certainty, entropy = found.estimator["weights"]
+        biases = ", ".join(f"{bias:+.2f}" for bias in found.estimator["biases"])
+        parts.insert(
+            1,
+            "The drafter has no confidence head. Its confidences are a logistic regression on its own distribution "
+            f"p_k:\nc_k = sigmoid({certainty:.2f} logit(max p_k) {entropy:+.2f} entropy(p_k) + bias_k), "
+            f"biases {biases}.",
+        )
+    return "\n\n".join(parts)
+
+
+def calibration_rows(found: Calibration) -> list[list[str]]:
+    """Headings, then a row per draft position; there is no column of offsets if all are 0."""
+    offsets = [f"{offset:+.2f}" for offset in found.offsets] if any(found.offsets) else []
+    before, after = found.before, found.after
+    headings = ["k", "temperature", *(["offset"] if offsets else []), "ECE", "ECE by chance", "Brier", "ROC-AUC after"]
+    rows = []
+    for i, (t, area) in enumerate(zip(found.temperatures, after.roc_auc, strict=True)):
+        eces, briers = (f"{b[i]:.3f} -> {a[i]:.3f}" for b, a in ((before.ece, after.ece), (before.brier, after.brier)))
+        last = "-" if area is None else f"{area:.3f}"
+        rows.append([str(i + 1), f"{t:.2f}", *offsets[i : i + 1], eces, f"{after.ece_noise[i]:.3f}", briers, last])
+    return [headings, *rows]
 
 
 # ----------------------------------------------------------------------------
@@ -103,7 +87,7 @@ def _measured(found: Calibration) -> str:
 def measured(many: Sequence[Results]) -> str:
     """The section of measured figures, with temperature, machine, versions and commands."""
     text = ("task", "verified", "same tokens")
-    headings = [
+    headings = (
         "task",
         "temperature",
         "verified",
@@ -114,27 +98,25 @@ def measured(many: Sequence[Results]) -> str:
         "tok/s",
         "speedup",
         text[-1],
-    ]
+    )
     rows = [_row(task, results) for results in many for task in results.tasks]
-    lines = ["## Measured", "", *markdown_table(headings, rows, text=text)]
-    lines += [
-        "",
+    machines = dict.fromkeys(f"Measured on {listed(r.machine)}; {listed(r.versions)}." for r in many)
+    lines = [
+        *("## Measured", "", *markdown_table(headings, rows, text=text), ""),
         "tau: tokens per target pass, the target's own included. Plain and speculative decoding take turns in one\n"
         "run; speedup is over whole requests, prefill included, with quartiles over turns.",
-        "",
+        *("", *machines, "", "```", *map(eval_command, many), "```"),
     ]
-    machines = dict.fromkeys(f"Measured on {listed(r.machine)}; {listed(r.versions)}." for r in many)
-    return "\n".join([*lines, *machines, "", "```", *(eval_command(r) for r in many), "```"])
+    return "\n".join(lines)
 
 
 def _row(task: TaskResult, results: Results) -> list[str]:
-    settings, (low, _, high) = results.settings, task.speedup_quartiles
+    low, _, high = task.speedup_quartiles
     same = {None: "sampled", True: "yes", False: "no"}[task.greedy_identical]
     same = f"{same}; {results.lossy}" if results.lossy else same
-    cells = [task.task, str(settings["temperature"]), results.verified, str(task.turns), f"{task.tokens:,}"]
+    cells = [task.task, str(results.settings["temperature"]), results.verified, str(task.turns), f"{task.tokens:,}"]
     cells += [f"{task.accepted_length:.2f}", f"{task.baseline_tokens_per_second:.1f}", f"{task.tokens_per_second:.1f}"]
-    cells += [f"{task.speedup:.2f}x ({low:.2f}-{high:.2f})", same]
-    return cells
+    return [*cells, f"{task.speedup:.2f}x ({low:.2f}-{high:.2f})", same]
 
 
 def eval_command(results: Results) -> str:
@@ -207,26 +189,20 @@ def model_card(
     parts = [
         _front_matter(metadata, license, checkpoint.algorithm),
         _introduction(checkpoint, name),
-        _use(metadata, name),
         _settings(checkpoint, dtype),
         _data(metadata, sources),
         _training(metadata),
+        *([measured(results)] if results else []),
     ]
-    if results:
-        parts.append(measured(results))
     for section, heading in ((CALIBRATION, "Confidences"), (SAMPLED_CALIBRATION, "Confidences of sampled requests")):
         if section in metadata:
             parts.append(confidences(metadata[section], section, heading))
-    parts += [_limits(checkpoint, results), _licence(checkpoint, license)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, _limits(checkpoint, results), _licence(checkpoint, license)]) + "\n"
 
 
 def _check_same(results: Results, checkpoint: Checkpoint) -> None:
-    expected = {
-        "target": canonical_id(checkpoint.metadata["target"]),
-        "drafter_step": checkpoint.metadata["step"],
-        "gamma": checkpoint.config.gamma,
-    }
+    target, step = canonical_id(checkpoint.metadata["target"]), checkpoint.metadata["step"]
+    expected = {"target": target, "drafter_step": step, "gamma": checkpoint.config.gamma}
     theirs = {**results.settings, "target": canonical_id(str(results.settings.get("target")))}
     for name, value in expected.items():
         if theirs.get(name) != value:
@@ -246,19 +222,14 @@ def _front_matter(metadata: Mapping[str, Any], license: str | None, algorithm: s
 
 
 def _introduction(checkpoint: Checkpoint, name: str) -> str:
+    """What the model is, and how it is used."""
+    target, kind = target_name(checkpoint.metadata), type(checkpoint.weights.module).__name__
     return (
         f"# {name}\n\n"
-        f"A {type(checkpoint.weights.module).__name__} draft model for speculative decoding of "
-        f"**{target_name(checkpoint.metadata)}**, trained with\n"
+        f"A {kind} draft model for speculative decoding of **{target}**, trained with\n"
         "Outrider. It proposes blocks of tokens; the target scores a block in one forward and keeps the longest\n"
         "accepted prefix. The output has exactly the target's distribution; at temperature 0 it is the same text\n"
-        "up to numerical ties. This model generates nothing by itself."
-    )
-
-
-def _use(metadata: Mapping[str, Any], name: str) -> str:
-    target = target_name(metadata)
-    return (
+        "up to numerical ties. This model generates nothing by itself.\n\n"
         "## Use\n\n```\n"
         f'outrider generate "Name three rivers." --target {target} --drafter {name} --show-rounds\n'
         f"outrider eval --target {target} --drafter {name} --tasks my_prompts.jsonl --out eval\n```\n\n"
@@ -277,11 +248,9 @@ def _settings(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
         ("aux layers of the target", ", ".join(map(str, config.target_layer_ids))),
         ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),
     ]
-    rows += config.describe_heads()
-    lines = [f"| {name} | {value} |" for name, value in rows]
-    return "\n".join(
-        ["## Model", "", "| | |", "|---|---|", *lines, "", "Embedding and LM head are the target's, not stored here."]
-    )
+    lines = [f"| {name} | {value} |" for name, value in [*rows, *config.describe_heads()]]
+    lines += ["", "Embedding and LM head are the target's, not stored here."]
+    return "\n".join(["## Model", "", "| | |", "|---|---|", *lines])
 
 
 def _taken(metadata: Mapping[str, Any]) -> str:
@@ -299,13 +268,11 @@ def _data(metadata: Mapping[str, Any], sources: Sequence[str]) -> str:
     last = " in the last training" if metadata.get("history") else ""
     recorded = metadata.get("responses") or metadata["recipe"]["data"]
     lines = [
-        "## Data",
-        "",
+        *("## Data", ""),
         f"{metadata['samples']:,} conversations with {metadata['response_tokens']:,} response tokens{last}."
         f"{_taken(metadata)}\nThe responses are the target's own, regenerated from the prompts; the loss covers "
         "generated tokens only.",
-        "",
-        *(f"* {source}" for source in sources),
+        *("", *(f"* {source}" for source in sources)),
         *([""] if sources else []),
         f"Recorded with the responses: {listed({name: recorded[name] for name in _RECORDED if name in recorded})}.",
     ]
@@ -340,19 +307,15 @@ def _limits(checkpoint: Checkpoint, many: Sequence[Results]) -> str:
         "## Limits",
         "",
         "* It fits this target only; the content and the errors of the output are the target's.",
+        "* How much it helps depends on the text: the closer to the training prompts, the more is accepted.",
     ]
-    lines.append("* How much it helps depends on the text: the closer to the training prompts, the more is accepted.")
     if config.draft_vocab_size < config.vocab_size:
         lines.append("* Tokens outside the draft vocabulary are never drafted; the target adds them itself.")
     if {"max_prompt_tokens", "max_new_tokens"} <= set(data):
         longest = data["max_prompt_tokens"] + data["max_new_tokens"]
         lines.append(f"* Trained on contexts of at most {longest} tokens a turn; longer ones are untested.")
-    slower = [
-        f"{t.task} (temperature {r.settings['temperature']:g}, {r.verified})"
-        for r in many
-        for t in r.tasks
-        if t.speedup < 1
-    ]
+    slower = [f"{t.task} (temperature {r.settings['temperature']:g}, {r.verified})"
+              for r in many for t in r.tasks if t.speedup < 1]  # fmt: skip
     if slower:
         lines.append(f"* Slower than plain decoding on {', '.join(slower)} when measured.")
     return "\n".join(lines)

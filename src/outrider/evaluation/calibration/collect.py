@@ -69,37 +69,29 @@ def collect(
     if drafter.heads.confidence is None:
         recording = dataclasses.replace(drafter.heads, scaling=ConfidenceScaling(estimator=recorder))
         drafter = drafter.with_heads(recording)
-    found: list[list[Rounds]] = [[] for _ in conversations]
+    rounds: list[list[Rounds]] = [[] for _ in conversations]
     history: list[list[str]] = [[] for _ in conversations]
+    params, rules = settings.params, StopRules(settings.max_new_tokens)
+    greedy = params.temperature == 0.0
     for turn in range(max(len(conversation.turns) for conversation in conversations)):
         going = [i for i, conversation in enumerate(conversations) if turn < len(conversation.turns)]
-        prompts = [
-            render(
-                target.tokenizer,
-                conversations[i].turns[: turn + 1],
-                history[i],
-                tools=conversations[i].tools,
-                thinking=settings.thinking,
-            )
-            for i in going
-        ]
-        greedy = settings.params.temperature == 0.0
+        prompts = []
+        for i in going:
+            turns, tools = conversations[i].turns[: turn + 1], conversations[i].tools
+            prompts.append(render(target.tokenizer, turns, history[i], tools=tools, thinking=settings.thinking))
         texts = target_texts(target, prompts, settings) if greedy else [[] for _ in going]
         for i, prompt, text in zip(going, prompts, texts, strict=True):
             if greedy:
-                found[i].append(
-                    rounds_of_text(target, drafter, prompt, text=text, params=settings.params, recorder=recorder)
-                )
+                rounds[i].append(rounds_of_text(target, drafter, prompt, text=text, params=params, recorder=recorder))
                 history[i].append(str(target.tokenizer.decode(text, skip_special_tokens=True)))
             else:
-                rules = StopRules(settings.max_new_tokens)
-                generation = generate(target, prompt, drafter, params=settings.params, rules=rules)
-                found[i].append(rounds_of_decoding(generation.rounds, drafter.gamma, recorder))
+                generation = generate(target, prompt, drafter, params=params, rules=rules)
+                rounds[i].append(rounds_of_decoding(generation.rounds, drafter.gamma, recorder))
                 history[i].append(generation.text)
             recorder.seen.clear()
-            done = sum(len(turns) == len(c.turns) for turns, c in zip(found, conversations, strict=True))
+            done = sum(len(mine) == len(c.turns) for mine, c in zip(rounds, conversations, strict=True))
             on_progress(done, len(conversations))
-    return found
+    return rounds
 
 
 def collect_tasks(
@@ -253,11 +245,8 @@ def load_rounds(path: Path, about: Mapping[str, Any]) -> dict[str, list[list[Rou
         )
         keys = np.stack([arrays[name] for name in ("task", "conversation", "turn")], axis=1)
         tasks: list[str] = found["names"]
-        if (
-            not np.issubdtype(keys.dtype, np.integer)
-            or len(keys) != len(everything.accepted_N)
-            or keys.min(initial=0) < 0
-        ):
+        whole = np.issubdtype(keys.dtype, np.integer) and len(keys) == len(everything.accepted_N)
+        if not whole or keys.min(initial=0) < 0:
             raise ValueError("rounds without their places")
         if keys[:, 0].max(initial=-1) >= len(tasks):
             raise ValueError("a round of a task that is not named")
@@ -273,7 +262,6 @@ def load_rounds(path: Path, about: Mapping[str, Any]) -> dict[str, list[list[Rou
     places, starts = np.unique(keys, axis=0, return_index=True)  # sorted as they were written
     for (task, conversation, _), part in zip(places, np.split(np.arange(len(keys)), starts[1:]), strict=True):
         conversations = result[tasks[task]]
-        if len(conversations) <= conversation:
-            conversations += [[] for _ in range(conversation + 1 - len(conversations))]
+        conversations += [[] for _ in range(conversation + 1 - len(conversations))]
         conversations[conversation].append(everything.chosen(part))
     return result
