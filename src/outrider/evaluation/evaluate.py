@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def evaluate(
     results = []
     for name, prompts in loaded:
         decoded: dict[int, list[list[DecodedTurn]]] = {}
-        learns = policy is not None and policy.step_cost is not None and settings.params.fixed_text
+        learns = policy.step_cost is not None and settings.params.fixed_text
         scheduler_state = SchedulerState.of(drafter) if learns else None
         groups = [prompts[first : first + concurrency] for first in range(0, len(prompts), concurrency)]
         for number in range(len(groups))[ranks.rank :: ranks.world]:
@@ -121,28 +121,28 @@ def evaluate(
         merged = {number: found for part in ranks.gather(decoded) for number, found in part.items()}
         by_prompt = [turns for number in range(len(groups)) for turns in merged[number]]
         results.append(_task_result(name, prompts, by_prompt, gamma=drafter.gamma))
-    described = {"temperature": settings.params.temperature, "policy": repr(policy), "target": target.name}
-    described |= {"max_new_tokens": settings.max_new_tokens, "max_samples": settings.max_samples}
-    described |= {"device": target.device.type, "dtype": dtype_name(target.dtype)}
-    described |= {"thinking": settings.thinking, "concurrency": concurrency, "world": ranks.world}
-    described |= {
+    described = {
+        "temperature": settings.params.temperature,
+        "policy": repr(policy),
+        "target": target.name,
+        "max_new_tokens": settings.max_new_tokens,
+        "max_samples": settings.max_samples,
+        "device": target.device.type,
+        "dtype": dtype_name(target.dtype),
+        "thinking": settings.thinking,
+        "concurrency": concurrency,
+        "world": ranks.world,
         "sampling": asdict(settings.params),
         "gamma": drafter.gamma,
         "slots": drafter.slots,
         **(recorded or {}),
+        "lossy": None if typical is None else typical.settings,
     }
-    described["lossy"] = None if typical is None else typical.settings
-    return Results(
-        tasks=results,
-        settings=described,
-        versions=versions or {},
-        machine=machine(),
-        drafter=drafter_info,
-        date=today(),
-    )
+    return Results(tasks=results, settings=described, versions=versions or {}, machine=machine(), drafter=drafter_info,
+                   date=today())  # fmt: skip
 
 
-def prompts_digest(prompts: Sequence[Conversation]) -> str:
+def _prompts_digest(prompts: Sequence[Conversation]) -> str:
     """SHA-256 of the prompts' contents; the name of their file does not count."""
     return hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True).encode()).hexdigest()
 
@@ -185,18 +185,21 @@ def decode_turns(
     """
     assert target.tokenizer is not None
     decode = _decode_together if together else _decode_each
-    with_drafts = _Speculation(drafter, policy, typical=typical, scheduler_state=scheduler_state)
-    ways = {False: _Speculation(), True: with_drafts}
+    drafted: dict[str, Any] = {"policy": policy, "typical": typical, "scheduler_state": scheduler_state}
+    ways: dict[bool, tuple[Drafter | None, dict[str, Any]]] = {False: (None, {}), True: (drafter, drafted)}
     decoded: list[list[DecodedTurn]] = [[] for _ in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
         going = [number for number, prompt in enumerate(prompts) if turn < len(prompt.turns)]
-        asked = []
+        rendered = []
         for number in going:
             prompt, history = prompts[number], [earlier.plain.text for earlier in decoded[number]]
             turns = prompt.turns[: turn + 1]
-            asked.append(render(target.tokenizer, turns, history, tools=prompt.tools, thinking=settings.thinking))
-        both = {speculative: decode(target, asked, settings, way=ways[speculative]) for speculative in (flip, not flip)}
-        for number, tokens, plain, speculative in zip(going, asked, both[False], both[True], strict=True):
+            rendered.append(render(target.tokenizer, turns, history, tools=prompt.tools, thinking=settings.thinking))
+        both = {}
+        for speculative in (flip, not flip):
+            drafting, options = ways[speculative]
+            both[speculative] = decode(target, rendered, settings, drafter=drafting, **options)
+        for number, tokens, plain, speculative in zip(going, rendered, both[False], both[True], strict=True):
             verdict = None
             if settings.params.temperature == 0:
                 verdict = compare_greedy(target, tokens, plain.tokens, speculative=speculative.tokens)
@@ -205,56 +208,29 @@ def decode_turns(
     return decoded
 
 
-@dataclass(frozen=True)
-class _Speculation:
-    """Who drafts, how much, and what is accepted (see `stream`); without a drafter decoding is plain."""
-
-    drafter: Drafter | None = None
-    policy: Policy | None = None
-    typical: TypicalAcceptance | None = None
-    scheduler_state: SchedulerState | None = None
-
-
 def _decode_each(
-    target: Target, prompts: Sequence[list[int]], settings: TaskSettings, way: _Speculation
+    target: Target, prompts: Sequence[list[int]], settings: TaskSettings, drafter: Drafter | None, **options: Any
 ) -> list[Generation]:
-    return [
-        generate(
-            target,
-            prompt,
-            way.drafter,
-            params=settings.params,
-            rules=StopRules(settings.max_new_tokens),
-            policy=way.policy,
-            typical=way.typical,
-            scheduler_state=way.scheduler_state,
-        )
-        for prompt in prompts
-    ]
+    """Without a drafter decoding is plain. `options`: of `generate` (see `stream`): who drafts how much."""
+    rules = StopRules(settings.max_new_tokens)
+    return [generate(target, prompt, drafter, params=settings.params, rules=rules, **options) for prompt in prompts]
 
 
 def _decode_together(
-    target: Target, prompts: Sequence[list[int]], settings: TaskSettings, way: _Speculation
+    target: Target, prompts: Sequence[list[int]], settings: TaskSettings, drafter: Drafter | None, **options: Any
 ) -> list[Generation]:
-    """As the engine decodes them, in equal shares of its seconds.
+    """As the engine decodes them, in equal shares of its seconds; arguments as of `_decode_each`.
 
     The first token of a response comes with its prompt, without drafts: it counts for no round, and its seconds are
     those of the next.
     """
     started = time.perf_counter()
-    rules, slots = StopRules(settings.max_new_tokens), draft_slots(way.drafter)
+    rules, slots = StopRules(settings.max_new_tokens), draft_slots(drafter)
     requests = [Request(str(n), prompt, settings.params, rules=rules) for n, prompt in enumerate(prompts)]
     config = config_for(requests, slots)
     rows = 2 * len(requests) * (1 + slots)  # whole drafts of all, beside the quarter that is kept for prompts
     config = replace(config, max_requests=len(requests), token_budget=max(config.token_budget, rows))
-    engine = Engine(
-        target,
-        way.drafter,
-        way.policy,
-        config=config,
-        typical=way.typical,
-        scheduler_state=way.scheduler_state,
-    )
+    engine = Engine(target, drafter, config=config, **options)
     outputs: list[list[Output]] = [[] for _ in prompts]
     waiting = [0.0] * len(prompts)  # seconds of steps that gave a request no round yet
     with closing(engine.run(requests)) as steps:
@@ -319,13 +295,13 @@ def _task_result(
 ) -> TaskResult:
     """The figures of one task from the decoded turns of each prompt."""
     turns = [turn for mine in by_prompt for turn in mine]
-    rounds = [r for turn in turns for r in turn.speculative.rounds]
+    rounds_of = [[r for turn in mine for r in turn.speculative.rounds] for mine in by_prompt]
+    rounds = [r for mine in rounds_of for r in mine]
     length, conditional, histogram = acceptance(rounds, gamma)
-    speculative = sum(turn.speculative.seconds for turn in turns)
-    plain = sum(turn.plain.seconds for turn in turns)
+    plain_seconds = sum(turn.plain.seconds for turn in turns)
     tokens = sum(len(turn.speculative.tokens) for turn in turns)
-    plain_tokens = sum(len(turn.plain.tokens) for turn in turns)
-    rates = [_rate(turn.speculative) / _rate(turn.plain) for turn in turns]
+    rate = tokens / sum(turn.speculative.seconds for turn in turns)
+    plain_rate = sum(len(turn.plain.tokens) for turn in turns) / plain_seconds
     verdicts = [turn.verdict for turn in turns]
     return TaskResult(
         task=name,
@@ -336,26 +312,21 @@ def _task_result(
         accepted_length=length,
         conditional_acceptance=conditional,
         acceptance_histogram=histogram,
-        tokens_per_second=tokens / speculative,
-        baseline_tokens_per_second=plain_tokens / plain,
-        speedup=(tokens / speculative) / (plain_tokens / plain),
-        speedup_quartiles=list(quartiles(rates)),
+        tokens_per_second=rate,
+        baseline_tokens_per_second=plain_rate,
+        speedup=rate / plain_rate,
+        speedup_quartiles=list(quartiles([_rate(turn.speculative) / _rate(turn.plain) for turn in turns])),
         greedy_identical=None if None in verdicts else "mismatch" not in verdicts,
         greedy_ties=verdicts.count("tie"),
         greedy_mismatches=verdicts.count("mismatch"),
         draft_seconds=sum(r.draft_seconds for r in rounds),
         verify_seconds=sum(r.verify_seconds for r in rounds),
         other_seconds=sum(r.other_seconds for r in rounds),
-        baseline_seconds=plain,
+        baseline_seconds=plain_seconds,
         verified_drafts=sum(r.verified for r in rounds),
-        prompts_sha256=prompts_digest(prompts),
-        by_prompt=[_tokens_and_rounds(mine) for mine in by_prompt],
+        prompts_sha256=_prompts_digest(prompts),
+        by_prompt=[(sum(len(r.tokens) for r in mine), len(mine)) for mine in rounds_of],
     )
-
-
-def _tokens_and_rounds(turns: Sequence[DecodedTurn]) -> tuple[int, int]:
-    rounds = [r for turn in turns for r in turn.speculative.rounds]
-    return sum(len(r.tokens) for r in rounds), len(rounds)
 
 
 def _rate(generation: Generation) -> float:

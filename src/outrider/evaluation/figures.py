@@ -197,44 +197,31 @@ def plot_training(metrics: Path, picture: Path, facts: Sequence[str] = (), best_
     """Draw a metrics.jsonl by step: loss, tokens per round, acceptance by position, learning rate.
 
     Held-out expected accepted length and the tau of real decoding share a panel: both are tokens per round, and they
-    agree up to the noise of a few prompts.
-
-    Args:
-        metrics: the metrics.jsonl.
-        picture: the file that is written.
-        facts: target, drafter and date, for the title.
-        best_step: of the best drafter, marked by a dotted line.
+    agree up to the noise of a few prompts. A dotted line is at `best_step`, that of the best drafter.
     """
     groups = read_metrics(metrics)
     figure, axes = plt.subplots(2, 2, figsize=(13, 7), sharex=True, layout="constrained")
-    loss, length, acceptance, rate = axes.flat
-    black = "#000000"
+    expected, decoded = "expected_length_", "Tokens per round (\u03c4); drafting pays above break-even"
     panels = {
-        loss: [("train", "loss", "training", GREY), ("held_out", "loss", "held out", COLOURS[0])],
-        length: [
-            ("held_out", "expected_length_greedy", "expected, T = 0", COLOURS[0]),
-            ("held_out", "expected_length_sampled", "expected, T = 1", COLOURS[2]),
+        "Loss": [("train", "loss", "training", GREY), ("held_out", "loss", "held out", COLOURS[0])],
+        decoded: [
+            ("held_out", f"{expected}greedy", "expected, T = 0", COLOURS[0]),
+            ("held_out", f"{expected}sampled", "expected, T = 1", COLOURS[2]),
             ("decode", "tau", "decoded", COLOURS[1]),
-            ("decode", "break_even", "break-even", black),
+            ("decode", "break_even", "break-even", "#000000"),
         ],
-        acceptance: _positions(groups),
-        rate: [("train", "learning_rate", "", COLOURS[0])],
+        "Held-out P(accept k | 1..k-1 accepted)": _positions(groups),
+        "Learning rate": [("train", "learning_rate", "", COLOURS[0])],
     }
-    titles = (
-        "Loss",
-        "Tokens per round (\u03c4); drafting pays above break-even",
-        "Held-out P(accept k | 1..k-1 accepted)",
-    )
+    _, length, acceptance, rate = axes.flat
     if best_step is not None:
         length.axvline(best_step, color="black", linestyle=":", linewidth=1)
-    for panel, title in zip(axes.flat, (*titles, "Learning rate"), strict=True):
-        for group, name, label, color in panels[panel]:
+    for panel, (title, lines) in zip(axes.flat, panels.items(), strict=True):
+        for group, name, label, color in lines:
             _draw(panel, groups.get(group, []), name, label=label, color=color)
         panel.set_title(title, fontsize=10)
         panel.grid(alpha=0.3)
-        if panel is acceptance:
-            panel.set_ylim(0, 1)
-    acceptance.set_xlabel("step")
+    acceptance.set(xlabel="step", ylim=(0, 1))
     rate.set_xlabel("step")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     best = None if best_step is None else f"dotted: best drafter, step {best_step}"
@@ -275,12 +262,11 @@ def write_report(results: Results, out: Path) -> list[Path]:
 
 def speedups(results: Results) -> list[Speedup]:
     """The speedup of each task with its quartiles over turns, for a verdict."""
-    found = []
-    for task in results.tasks:
-        low, _, high = task.speedup_quartiles
-        seconds = task.tokens / task.tokens_per_second
-        found.append(Speedup(task.task, task.speedup, low, high=high, samples=task.turns, seconds=seconds))
-    return found
+    return [
+        Speedup(task.task, task.speedup, task.speedup_quartiles[0], high=task.speedup_quartiles[2], samples=task.turns,
+                seconds=task.tokens / task.tokens_per_second)
+        for task in results.tasks
+    ]  # fmt: skip
 
 
 HEADINGS = ("task", "tokens", "tau", "tok/s", "plain", "speedup", "quartiles", "identical")
@@ -290,8 +276,8 @@ def table(results: Results) -> Table:
     """The table for the terminal, one row per task."""
     drafts = f"drafts verified: {results.verified}"
     title = " - ".join(filter(None, ("Speculative against plain decoding, same run", drafts, results.lossy)))
-    found = [[f"[red]{cell}[/red]" if cell.endswith("differ") else cell for cell in row] for row in rows(results)]
-    return terminal_table(HEADINGS, found, text=("task",), title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = [[f"[red]{cell}[/red]" if cell.endswith("differ") else cell for cell in row] for row in rows(results)]
+    return terminal_table(HEADINGS, shown, text=("task",), title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def rows(results: Results) -> list[list[str]]:
