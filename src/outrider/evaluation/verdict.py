@@ -16,9 +16,7 @@ from typing import Literal, NamedTuple
 
 _LEAST_ERROR = 0.02  # of a ratio: what the machine's clock drifts between two runs
 _FEW, _FEW_ERROR = 4, 0.10  # quartiles of fewer values say little about their spread
-_VAGUE = 0.1  # from this error of a ratio on, no difference seen does not mean that there is none
-
-_WIDE = 0.10  # an error that hides differences worth having
+_VAGUE = 0.10  # an error of a ratio that hides differences worth having: none seen does not mean that there is none
 
 Grade = Literal["faster", "same", "slower"]
 
@@ -94,14 +92,11 @@ def drafter_verdict(
             f"That is {turns} turn{'s' * (turns > 1)}: measure more before you rely on it (--max-samples, or a longer "
             "file of --tasks)."
         )
-    elif found == "same" and error > _WIDE:
-        lines.append("The turns differ too much to see less: measure more of them (--max-samples).")
-    for kind, said in (
-        ("faster", "Faster than plain on"), ("same", "No difference can be seen on"), ("slower", "Slower than plain on")
-    ):  # fmt: skip
+    words = {"faster": "Faster than plain", "same": "No difference can be seen", "slower": "Slower than plain"}
+    for kind, said in words.items():
         there = [task for task in tasks if grade(task.ratio, task.error) == kind]
         if found != kind and there:
-            lines.append(f"{said} {_list(_named(there))}.")
+            lines.append(f"{said} on {_list(_named(there))}.")
     if fewer and any(grade(task.ratio, task.error) != "faster" for task in tasks):
         lines.append(f"Verifying fewer drafts may help: {fewer}.")
     if found == "faster":
