@@ -137,7 +137,7 @@ def differences(labels: Sequence[str], fields: Sequence[Mapping[str, Any]]) -> l
 
 
 def _shortened(value: str) -> str:
-    """Shorten a value to 60 characters, of both ends, because versions differ at the end."""
+    """A value of at most 60 characters, of both ends, because versions differ at the end."""
     return value if len(value) <= 60 else f"{value[:28]}...{value[-28:]}"
 
 
@@ -213,24 +213,15 @@ class Group(BaseModel):
 
 
 class Comparison(BaseModel):
-    """The contents of comparison.json.
+    """The contents of comparison.json."""
 
-    Attributes:
-        conditions: of the first result.
-        differences: conditions that differ between results.
-        budgets: differences in training budgets.
-        draft_cost: cost of drafting by draft length, if it was measured.
-        dates: recorded in the results, sorted.
-        questions: as in `compare`.
-    """
-
-    conditions: dict[str, Any]
-    differences: list[str]
-    budgets: list[str]
+    conditions: dict[str, Any]  # of the first result
+    differences: list[str]  # conditions that differ between results
+    budgets: list[str]  # differences in training budgets
     groups: list[Group]
-    draft_cost: DraftCosts | None = None
-    dates: list[str] = []
-    questions: dict[str, list[str]] = {}
+    draft_cost: DraftCosts | None = None  # by draft length, if it was measured
+    dates: list[str] = []  # recorded in the results, sorted
+    questions: dict[str, list[str]] = {}  # as in `compare`
 
 
 def compare(
@@ -444,12 +435,10 @@ def plot_conditional(comparison: Comparison, path: Path) -> None:
     """Plot P(accept k | 1..k-1 accepted): a panel per task, a line per drafter."""
     tasks, groups = [task for task in comparison.groups[0].spreads if task != MEAN], ranked(comparison)[:MOST_SERIES]
     figure, panels = small_multiples(len(tasks), 3, panel=(5.2, 3.6))
+    gamma = max(group.entries[0].drafter.gamma for group in groups)
     for i, (task, axes) in enumerate(zip(tasks, panels, strict=True)):
-        axes.set(xlabel="draft position k", ylim=(0, 1))
+        axes.set(xlabel="draft position k", ylim=(0, 1), xticks=range(1, gamma + 1), xlim=(0.5, gamma + 0.5))
         axes.set_title(task, fontsize=10)
-        gamma = max(group.entries[0].drafter.gamma for group in groups)
-        axes.set_xticks(range(1, gamma + 1))
-        axes.set_xlim(0.5, gamma + 0.5)
         axes.grid(alpha=0.3)
         for rank, group in enumerate(groups):
             _conditional_line(axes, group, i, rank=rank)
@@ -462,28 +451,19 @@ def plot_conditional(comparison: Comparison, path: Path) -> None:
 def _conditional_line(axes: Axes, group: Group, task: int, rank: int) -> None:
     """Draw a drafter's line over the positions that enough rounds reached, rank 0 in front."""
     color, figures = COLOURS[rank], [entry.figures[task] for entry in group.entries]
-    line: list[tuple[int, float]] = []
+    heights: dict[int, float] = {}
     for k in range(max(len(f.reached) for f in figures)):
         known = [(f.conditional_acceptance[k], f.reached[k]) for f in figures if k < len(f.reached)]
         judged = [(height, rounds) for height, rounds in known if height is not None and rounds]
         rounds = sum(count for _, count in judged)
         if rounds < FEWEST_ROUNDS:
             continue
-        line.append((k + 1, sum(height * count for height, count in judged) / rounds))
+        heights[k + 1] = sum(height * count for height, count in judged) / rounds
         if len(figures) > 1:
             axes.scatter([k + 1] * len(judged), [height for height, _ in judged], s=8, color=color, alpha=0.5)
-    width, size = (2.6, 5) if rank == 0 else (1.2, 3)
+    style = {"linewidth": 2.6, "markersize": 5} if rank == 0 else {"linewidth": 1.2, "markersize": 3}
     order = 3 + (MOST_SERIES - rank) / 100
-    axes.plot(
-        [k for k, _ in line],
-        [height for _, height in line],
-        "o-",
-        color=color,
-        zorder=order,
-        linewidth=width,
-        markersize=size,
-        label=group.name,
-    )
+    axes.plot(list(heights), list(heights.values()), "o-", color=color, zorder=order, label=group.name, **style)  # type: ignore[arg-type]
 
 
 def plot_tau_and_speedup(comparison: Comparison, path: Path, most: int = BEST) -> None:
@@ -512,9 +492,8 @@ def plot_tau_and_speedup(comparison: Comparison, path: Path, most: int = BEST) -
             axes.grid(alpha=0.3, axis="x")
         panels[0].set_yticks(places, [group.name for group in groups], fontsize=8)
     grid[0][0].invert_yaxis()  # of all panels, which share it
-    save_figure(
-        figure, path, "Accepted length and speedup (grey: slower than plain decoding)", *_facts(comparison, most)
-    )
+    title = "Accepted length and speedup (grey: slower than plain decoding)"
+    save_figure(figure, path, title, *_facts(comparison, most))
 
 
 def plot_questions(comparison: Comparison, path: Path) -> None:
@@ -690,9 +669,8 @@ def terminal(comparison: Comparison) -> list[Table]:
 
 def notes(comparison: Comparison) -> list[str]:
     """Notes to the table: conditions, differences, lossy rules, verified parts, training budgets."""
-    shown = {
-        name: value for name, value in comparison.conditions.items() if not name.startswith(("prompts of", "tasks"))
-    }
+    conditions = comparison.conditions.items()
+    shown = {name: value for name, value in conditions if not name.startswith(("prompts of", "tasks"))}
     lines = [f"Conditions: {listed(shown)}."]
     lines += [f"Differs: {line}." for line in comparison.differences]
     lines += [f"{g.label}: {g.lossy}; its output is not the target's." for g in comparison.groups if g.lossy]
@@ -722,16 +700,12 @@ def answers(comparison: Comparison) -> list[list[str]]:
     for question, labels in comparison.questions.items():
         first = _tau(groups[labels[0]])
         for label in labels:
-            tau = _tau(groups[label])
-            difference, spread = tau.mean - first.mean, max(first.high - first.low, tau.high - tau.low)
-            compared = ["", "", ""]
+            tau, compared = _tau(groups[label]), ["", "", ""]
             if label != labels[0]:
+                difference, spread = tau.mean - first.mean, max(first.high - first.low, tau.high - tau.low)
                 interval = difference_interval(groups[labels[0]], groups[label])
-                compared = [
-                    f"{difference:+.2f}",
-                    _UNKNOWN if interval is None else f"{interval[0]:+.2f} to {interval[1]:+.2f}",
-                    f"{abs(difference) / spread:.1f}" if spread else _UNKNOWN,
-                ]
+                between = _UNKNOWN if interval is None else f"{interval[0]:+.2f} to {interval[1]:+.2f}"
+                compared = [f"{difference:+.2f}", between, f"{abs(difference) / spread:.1f}" if spread else _UNKNOWN]
             lines.append([question, label, _spread_cell(tau, FIGURES["accepted_length"]), *compared])
     return lines
 
@@ -762,13 +736,13 @@ def markdown(comparison: Comparison) -> str:
 def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     """Write comparison.json, comparison.md and the plots to `out`; returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
-    names = ["comparison.json", "comparison.md", "conditional_acceptance.png", "tau_speedup.png", "tau_speedup_all.png"]
-    paths = [out / name for name in names]
-    paths[0].write_text(comparison.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    paths[1].write_text(markdown(comparison), encoding="utf-8")
-    plot_conditional(comparison, paths[2])
-    plot_tau_and_speedup(comparison, paths[3])
-    plot_tau_and_speedup(comparison, paths[4], most=len(comparison.groups))
+    names = ("comparison.json", "comparison.md", "conditional_acceptance.png", "tau_speedup.png", "tau_speedup_all.png")
+    json_file, table, conditional, best, everyone = paths = [out / name for name in names]
+    json_file.write_text(comparison.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    table.write_text(markdown(comparison), encoding="utf-8")
+    plot_conditional(comparison, conditional)
+    plot_tau_and_speedup(comparison, best)
+    plot_tau_and_speedup(comparison, everyone, most=len(comparison.groups))
     if comparison.questions:
         paths.append(out / "questions.png")
         plot_questions(comparison, paths[-1])

@@ -63,9 +63,9 @@ def plot_acceptance(results: Results, path: Path) -> None:
         heights, errors = [c for _, c, _ in known], [error for _, _, error in known]
         bars = axes.errorbar(places, heights, errors, color=COLOURS[number], marker="o", capsize=2, elinewidth=0.8)
         bars[0].set_label(f"{task.task} (\u03c4 {task.accepted_length:.2f})")
-    axes.set(xlabel="draft position k", ylabel="P(accept k | 1..k-1 accepted)", ylim=(0, 1))
-    axes.set_xticks(range(1, results.drafter.gamma + 1))
-    axes.set_xlim(0.5, results.drafter.gamma + 0.5)
+    gamma = results.drafter.gamma
+    axes.set(xlabel="draft position k", xticks=range(1, gamma + 1), xlim=(0.5, gamma + 0.5))
+    axes.set(ylabel="P(accept k | 1..k-1 accepted)", ylim=(0, 1))
     axes.grid(alpha=0.3)
     figure.supxlabel(f"positions that fewer than {FEWEST_ROUNDS} rounds reached are left out", fontsize=8, color="grey")
     save_figure(figure, path, "Conditional acceptance by position", *facts_of(results))
@@ -146,8 +146,7 @@ def plot_calibration(calibration: Calibration, path: Path, facts: Sequence[str])
     axes.plot(positions, chance, color="#606060", linewidth=0, label="by chance")
     axes.plot(positions, calibration.before.ece, "o-", color=COLOURS[0], label="raw")
     axes.plot(positions, calibration.after.ece, "o-", color=COLOURS[1], label="calibrated")
-    axes.set(xlabel="draft position k", ylabel="ECE of the survival to k", ylim=(0, None))
-    axes.set_xticks(positions)
+    axes.set(xlabel="draft position k", ylabel="ECE of the survival to k", ylim=(0, None), xticks=positions)
     axes.grid(alpha=0.3)
     save_figure(figure, path, "Calibration error by position (grey: what perfect confidences would show)", *facts)
 
