@@ -390,7 +390,7 @@ def _resampled(results: Sequence[Sequence[tuple[int, int]]], times_RP: NDArray[n
 
 def _mean(values: Sequence[float | None]) -> float | None:
     spread = _spread(values)
-    return spread and spread.mean
+    return None if spread is None else spread.mean
 
 
 def _spread(values: Sequence[float | None]) -> Spread | None:
@@ -461,9 +461,10 @@ def _conditional_line(axes: Axes, group: Group, task: int, rank: int) -> None:
         heights[k + 1] = sum(height * count for height, count in judged) / rounds
         if len(figures) > 1:
             axes.scatter([k + 1] * len(judged), [height for height, _ in judged], s=8, color=color, alpha=0.5)
-    style = {"linewidth": 2.6, "markersize": 5} if rank == 0 else {"linewidth": 1.2, "markersize": 3}
+    width, size = (2.6, 5) if rank == 0 else (1.2, 3)
     order = 3 + (MOST_SERIES - rank) / 100
-    axes.plot(list(heights), list(heights.values()), "o-", color=color, zorder=order, label=group.name, **style)  # type: ignore[arg-type]
+    axes.plot(list(heights), list(heights.values()), "o-", color=color, linewidth=width, markersize=size, zorder=order,
+              label=group.name)  # fmt: skip
 
 
 def plot_tau_and_speedup(comparison: Comparison, path: Path, most: int = BEST) -> None:
@@ -562,7 +563,7 @@ def plot_convergence(comparison: Comparison, path: Path) -> bool:
     for axes, (question, labels) in zip(panels, known.items(), strict=True):
         for label, color in zip(labels, COLOURS, strict=False):
             steps, heights = curves[label]
-            low, middle, high = ([merge(mine) for mine in heights] for merge in (min, statistics.fmean, max))
+            low, middle, high = list(map(min, heights)), list(map(statistics.fmean, heights)), list(map(max, heights))
             draw_band(axes, steps, low=low, middle=middle, high=high, color=color, label=label)
         axes.set_title(question, fontsize=10)
         axes.grid(alpha=0.3)

@@ -192,7 +192,7 @@ def _aux_hidden_states(target: Target, drafter: Drafter, tokens: Sequence[int]) 
 def _point(gamma: int, spent: Sequence[tuple[float, float, int]]) -> CostPoint:
     read, propose, counts = zip(*spent, strict=True)
     whole = [sum(seconds) for seconds in zip(read, propose, strict=True)]
-    times = {"read": quartiles(read), "propose": quartiles(propose), "whole": quartiles(whole)}
+    times: dict[str, Any] = {"read": quartiles(read), "propose": quartiles(propose), "whole": quartiles(whole)}
     return CostPoint(gamma=gamma, **times, proposed=statistics.fmean(counts))
 
 

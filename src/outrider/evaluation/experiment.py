@@ -357,8 +357,7 @@ def _data_stages(table: ExperimentTable) -> tuple[list[Stage], dict[str, Any]]:
     responses = out / "responses.jsonl" if table.responses is None else Path(table.responses)
     if table.responses is None:
         changed = as_overrides(table.data_fields)
-        command = ["prepare", *changed, "--recipe", str(base), "--out", str(responses), *_data(table)]
-        command += _threads(table)
+        command = ["prepare", *changed, "--recipe", str(base), "--out", str(responses), *_shared(table)]
         prompts = [source.path for source in load_recipe(base, changed).data.prompts]
         stages.append(Stage(command, [base], out / "stamps" / "prepare", output=responses, prompts=prompts))
     fields: dict[str, Any] = {"data.prompts": [], "data.responses": str(responses)}
@@ -385,7 +384,7 @@ def _trainings(table: ExperimentTable, shared: dict[str, Any], inputs: list[Path
         if row.calibrate is not None:
             drafter, tasks = str(directory / "drafter"), row.calibrate.get("tasks")
             command = ["calibrate", "--target", table.target, "--drafter", drafter]
-            command += [*_options(row.calibrate), *_data(table), *_threads(table)]
+            command += [*_options(row.calibrate), *_shared(table)]
             # outrider.json, which it writes, is among its inputs: stages are stamped after they end, and a drafter
             # that was trained again has lost its calibration even if the weights came out the same.
             used = tasks if isinstance(tasks, list) else str(tasks).split(",")
@@ -404,7 +403,7 @@ def _evaluations(table: ExperimentTable, condition: str) -> Iterator[Stage]:
         directory = out / name / _named("eval" if seed is None else f"eval-{seed}", condition)
         command = ["eval", "--target", table.target, "--drafter", drafter, "--label", name, "--out", str(directory)]
         options = {"tasks": table.tasks} | table.eval_options(name, condition)
-        command += [*_options(options), "--no-others", *_data(table), *_threads(table)]
+        command += [*_options(options), "--no-others", *_shared(table)]
         inputs, output = _checkpoint_files(drafter), directory / "results.json"
         stamp = out / "stamps" / directory.relative_to(out).as_posix().replace("/", "-")
         yield Stage(command, inputs, stamp, output=output, row=name, prompts=table.tasks, condition=condition)
@@ -437,8 +436,10 @@ def _checkpoint_files(drafter: str) -> list[Path]:
     return [Path(drafter) / name for name in ("config.json", "model.safetensors", "outrider.json")]
 
 
-def _data(table: ExperimentTable) -> list[str]:
-    return [] if table.data_directory is None else ["--data-dir", table.data_directory]
+def _shared(table: ExperimentTable) -> list[str]:
+    """The options of every command that reads prompts."""
+    data = [] if table.data_directory is None else ["--data-dir", table.data_directory]
+    return [*data, *_threads(table)]
 
 
 def _threads(table: ExperimentTable) -> list[str]:

@@ -245,7 +245,11 @@ def _draw(axes: Axes, entries: Sequence[Mapping[str, Any]], name: str, *, label:
         return
     few, dashed = color == GREY or not label, name == "break_even"
     steps, heights = [e["step"] for e in entries], [e[name] for e in entries]
-    style = {"linestyle": "--" if dashed else "-", "marker": "" if few or dashed else "o", "markersize": 4}
+    style: dict[str, Any] = {
+        "linestyle": "--" if dashed else "-",
+        "marker": "" if few or dashed else "o",
+        "markersize": 4,
+    }
     axes.plot(steps, heights, color=color, linewidth=1 if few else 1.6, label=label or "_", **style)
 
 

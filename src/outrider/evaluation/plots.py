@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -113,9 +114,10 @@ def _label_lines(axes: Axes) -> None:
     axes.autoscale_view()
     to_axes = axes.transData + axes.transAxes.inverted()
     lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
-    points = [[xy for xy in line.get_xydata().tolist() if all(map(math.isfinite, xy))] for line in lines]  # type: ignore[union-attr]
+    points = [np.asarray(line.get_xydata(), dtype=np.float64) for line in lines]
+    points = [xy[np.isfinite(xy).all(axis=1)] for xy in points]
     places = [(*to_axes.transform(known[-1]).tolist(), line)
-              for line, known in zip(lines, points, strict=True) if known]  # fmt: skip
+              for line, known in zip(lines, points, strict=True) if len(known)]  # fmt: skip
     places.sort(key=lambda place: place[1])
     figure = axes.get_figure(root=True)
     assert figure is not None

@@ -18,6 +18,7 @@ from itertools import product
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from outrider.data.sources import TaskSettings
@@ -70,7 +71,8 @@ class Rounds:
         return self.confidences_NK, self.accepted_N, self.admitted_N, self.features_NKF
 
 
-TaskRounds = Mapping[str, Sequence[Sequence[Rounds]]]  # by task: the rounds of each turn of each conversation
+Conversations = Sequence[Sequence[Rounds]]  # the rounds of each turn of each conversation
+TaskRounds = Mapping[str, Conversations]
 
 
 @dataclass(frozen=True)
@@ -317,11 +319,14 @@ def fit_estimator(rounds: Rounds) -> CertaintyEstimator:
     return CertaintyEstimator(found_P[:count].tolist(), found_P[count:].tolist())
 
 
-def with_estimates(rounds: Rounds, estimator: CertaintyEstimator) -> Rounds:
+def _estimated(conversations: Conversations, estimator: CertaintyEstimator) -> Conversations:
     """The same rounds with raw confidences computed by `estimator`."""
-    assert rounds.features_NKF is not None
-    raw_NK = sigmoid(rounds.features_NKF @ np.array(estimator.weights) + np.array(estimator.biases))
-    return replace(rounds, confidences_NK=raw_NK)
+
+    def raw(features_NKF: Floats | None) -> Floats:
+        assert features_NKF is not None
+        return sigmoid(features_NKF @ np.array(estimator.weights) + np.array(estimator.biases))
+
+    return [[replace(rounds, confidences_NK=raw(rounds.features_NKF)) for rounds in turns] for turns in conversations]
 
 
 # ----------------------------------------------------------------------------
@@ -447,17 +452,14 @@ def calibrate(
         ValueError: too few rounds.
     """
     step = 1 if fit_tasks else 2
-    fit = [turns for task in fit_tasks or tasks for turns in collected[task][::step]]
+    fit: Conversations = [turns for task in fit_tasks or tasks for turns in collected[task][::step]]
     measured = {task: collected[task][step - 1 :: step] for task in tasks}
     estimator = None
     blocks = [rounds for turns in fit for rounds in turns]
     if any(rounds.features_NKF is not None for rounds in blocks):
-        known = estimator = fit_estimator(Rounds.joined(blocks))
-
-        def estimated(conversations: Sequence[Sequence[Rounds]]) -> list[list[Rounds]]:
-            return [[with_estimates(rounds, known) for rounds in turns] for turns in conversations]
-
-        fit, measured = estimated(fit), {task: estimated(found) for task, found in measured.items()}
+        estimator = fit_estimator(Rounds.joined(blocks))
+        fit = _estimated(fit, estimator)
+        measured = {task: _estimated(conversations, estimator) for task, conversations in measured.items()}
     replay = settings.params.temperature == 0.0
     fit_rounds = Rounds.joined(_enough(_decoded(fit, replay), "to fit on"))
     by_task = {task: _decoded(conversations, replay) for task, conversations in measured.items()}
@@ -520,7 +522,7 @@ def _scaling_errors(tasks: Mapping[str, Rounds], alone: Scaling, scaling: Scalin
     return errors
 
 
-def _decoded(conversations: Sequence[Sequence[Rounds]], replay: bool) -> list[Rounds]:
+def _decoded(conversations: Conversations, replay: bool) -> list[Rounds]:
     """The rounds that decoding takes, by conversation. `replay`: the collected blocks follow every token."""
     return [
         Rounds.joined([decoded_rounds(rounds) if replay else rounds for rounds in turns])
@@ -559,7 +561,7 @@ def decoded_rounds(rounds: Rounds) -> Rounds:
 # ----------------------------------------------------------------------------
 
 
-THRESHOLDS = [round(0.05 * i, 2) for i in range(20)]
+THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(20))
 
 
 class SweepPoint(BaseModel):
@@ -574,7 +576,7 @@ class SweepPoint(BaseModel):
 
 
 def sweep(
-    tasks: TaskRounds, scaling: Scaling, replay: bool, thresholds: Sequence[float] = tuple(THRESHOLDS)
+    tasks: TaskRounds, scaling: Scaling, replay: bool, thresholds: Sequence[float] = THRESHOLDS
 ) -> list[SweepPoint]:
     """Tokens per step and acceptance rate of each task at each threshold, with calibrated confidences.
 
@@ -591,31 +593,22 @@ def sweep(
             played = [
                 pair
                 for rounds, confidences_NK in zip(turns, calibrated, strict=True)
-                for pair in _steps(rounds.accepted_N, _lengths(confidences_NK, rounds.admitted_N, threshold), replay)
+                for pair in _steps(rounds, confidences_NK >= threshold, replay)  # NaN, unverified, does not pass
             ]
+            steps = len(played)
             accepted, verified = (int(total) for total in np.sum(played, axis=0))
+            rate = accepted / verified if verified else None
             points.append(
-                SweepPoint(
-                    task=task,
-                    threshold=threshold,
-                    steps=len(played),
-                    tokens_per_step=accepted / len(played) + 1,
-                    verified_per_step=verified / len(played),
-                    acceptance_rate=accepted / verified if verified else None,
-                )
-            )
+                SweepPoint(task=task, threshold=threshold, steps=steps, tokens_per_step=accepted / steps + 1,
+                           verified_per_step=verified / steps, acceptance_rate=rate)
+            )  # fmt: skip
     return points
 
 
-def _lengths(confidences_NK: Floats, admitted_N: Ints, threshold: float) -> Ints:
-    passing_NK = confidences_NK >= threshold  # NaN at unverified positions does not pass
-    lengths_N: Ints = np.minimum(np.logical_and.accumulate(passing_NK, axis=1).sum(axis=1), admitted_N)
-    return lengths_N
-
-
-def _steps(accepted_N: Ints, lengths_N: Ints, replay: bool) -> Iterator[tuple[int, int]]:
-    """(accepted, verified) of each step that decoding takes."""
-    place = 0
+def _steps(rounds: Rounds, passing_NK: NDArray[np.bool_], replay: bool) -> Iterator[tuple[int, int]]:
+    """(accepted, verified) of each step that decoding takes with the longest prefixes that pass."""
+    lengths_N = np.minimum(np.logical_and.accumulate(passing_NK, axis=1).sum(axis=1), rounds.admitted_N)
+    accepted_N, place = rounds.accepted_N, 0
     while place < len(accepted_N):
         left = len(accepted_N) - place - 1 if replay else int(accepted_N[place])  # the text may end inside the block
         accepted = int(min(accepted_N[place], lengths_N[place], left))
