@@ -111,9 +111,11 @@ def apart(heights: Sequence[float], gap: float) -> list[float]:
 
 def _label_lines(axes: Axes) -> None:
     """Write the label of each line to the right of the axes at the height of its last point, without overlap."""
+    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    if not lines:
+        return
     axes.autoscale_view()
     to_axes = axes.transData + axes.transAxes.inverted()
-    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
     points = [np.asarray(line.get_xydata(), dtype=np.float64) for line in lines]
     points = [xy[np.isfinite(xy).all(axis=1)] for xy in points]
     places = [(*to_axes.transform(known[-1]).tolist(), line)
