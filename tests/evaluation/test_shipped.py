@@ -291,7 +291,9 @@ def test_package_refuses_what_it_cannot_vouch_for(run: Run, toy: Path, tmp_path:
     save_toy_target(tmp_path / "deeper", layers=6)
     deeper = run("package", drafter, "--out", out, "--target", tmp_path / "deeper")
     check_error(deeper, "this drafter was made for another target: num_target_layers is")
-    check_error(run("package", drafter, "--out", out, "--dtype", "int8"), "--dtype 'int8': choose one of bfloat16, float32")
+    check_error(
+        run("package", drafter, "--out", out, "--dtype", "int8"), "--dtype 'int8': choose one of bfloat16, float32"
+    )
     check_error(run("package", drafter, "--out", out, "--results", tmp_path / "no"), "no; give results.json")
     (tmp_path / "bad.json").write_text('{"tasks": 3}')
     bad = run("package", drafter, "--out", out, "--results", tmp_path / "bad.json")
