@@ -251,25 +251,15 @@ def as_overrides(fields: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Stage:
-    """One command of an experiment.
+    """One command of an experiment."""
 
-    Args:
-        args: of `outrider`.
-        inputs: files whose contents it depends on.
-        prompts: sources of prompts, by path or name, that it depends on, as they are found on this machine.
-        condition: of the table, under which it evaluates; "" for none.
-        stamp: file that records its success; None: run every time.
-        output: file that exists once all of its work is done.
-        row: the row it belongs to, "" for none.
-    """
-
-    args: list[str]
-    inputs: list[Path]
-    stamp: Path | None
-    output: Path | None = None
-    row: str = ""
-    prompts: Sequence[str] = ()
-    condition: str = ""
+    args: list[str]  # of `outrider`
+    inputs: list[Path]  # files whose contents it depends on
+    stamp: Path | None  # file that records its success; None: run every time
+    output: Path | None = None  # file that exists once all of its work is done
+    row: str = ""  # the row it belongs to, "" for none
+    prompts: Sequence[str] = ()  # sources of prompts that it depends on, by path or name, as found on this machine
+    condition: str = ""  # of the table, under which it evaluates; "" for none
 
     def digest(self) -> str:
         """SHA-256 of the command and the present contents of its files."""

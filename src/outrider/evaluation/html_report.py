@@ -75,26 +75,17 @@ class Picture(NamedTuple):
 
 @dataclass(frozen=True)
 class PageSection:
-    """What the page says of one file.
+    """What the page says of one file."""
 
-    Attributes:
-        title: of the section, after the kind's heading.
-        lines: the verdict first.
-        caption, cells: of a table, headings first; the first `names` columns are text.
-        key: the figure to remember and what it is; None: none.
-        settings: of the measurement, as far as they are recorded.
-        command: that measures the same again, if the settings say so.
-    """
-
-    title: str
-    lines: list[str]
+    title: str  # of the section, after the kind's heading
+    lines: list[str]  # the verdict first
     pictures: list[Picture] = field(default_factory=list)
-    caption: str = ""
-    cells: list[list[str]] = field(default_factory=list)
-    names: int = 1
-    key: tuple[str, str] | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    command: str = ""
+    caption: str = ""  # of the table
+    cells: list[list[str]] = field(default_factory=list)  # of the table, headings first
+    names: int = 1  # how many of the first columns are text
+    key: tuple[str, str] | None = None  # the figure to remember and what it is
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the measurement, as far as they are recorded
+    command: str = ""  # that measures the same again, if the settings say so
 
 
 def drawn(draw: Callable[..., Any], content: Any, alt: str, *, note: str = "", **options: Any) -> Picture:
@@ -405,23 +396,14 @@ def _answer_section(content: TracedAnswer) -> PageSection:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file.
+    """A kind of file."""
 
-    Attributes:
-        heading: of its sections.
-        fields: words: of a mapping that is one; of a list, those of its first entry; "": its name alone tells.
-        read: gives the content.
-        describe: the section of a content.
-        name: files of this name must be one.
-        several: `read` gives a list whose entries have a section each.
-    """
-
-    heading: str
-    fields: str
+    heading: str  # of its sections
+    fields: str  # words: of a mapping that is one; of a list, those of its first entry; "": its name alone tells
     read: Callable[[Path], Any]
     describe: Callable[[Any], PageSection]
-    name: str = ""
-    several: bool = False
+    name: str = ""  # files of this name must be one
+    several: bool = False  # `read` gives a list whose entries have a section each
 
 
 @dataclass(frozen=True)

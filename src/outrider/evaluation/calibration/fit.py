@@ -32,19 +32,12 @@ BINS = 20
 
 @dataclass(frozen=True)
 class Rounds:
-    """Decode rounds with their outcome.
+    """Decode rounds with their outcome."""
 
-    Args:
-        confidences_NK: raw c_k; values at positions from `admitted_N` on are not read.
-        accepted_N: drafts the target accepted.
-        admitted_N: drafts the target verified.
-        features_NKF: input of a `CertaintyEstimator`, where the drafter has no confidence head.
-    """
-
-    confidences_NK: Floats
-    accepted_N: Ints
-    admitted_N: Ints
-    features_NKF: Floats | None = None
+    confidences_NK: Floats  # raw c_k; values at positions from `admitted_N` on are not read
+    accepted_N: Ints  # drafts the target accepted
+    admitted_N: Ints  # drafts the target verified
+    features_NKF: Floats | None = None  # input of a `CertaintyEstimator`, if the drafter has no confidence head
 
     def __post_init__(self) -> None:
         count, width = self.confidences_NK.shape
@@ -400,20 +393,14 @@ class Calibration(BaseModel):
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """A fitted calibration and its rounds: `fit` and `held_out` as decoding takes them, `measured` all, by task.
-
-    Args:
-        held_out: rounds of each conversation.
-        alone: temperatures fitted without offsets, as Sequential Temperature Scaling has them.
-        refused: see `refusal`; None where the scaling is worth storing.
-    """
+    """A fitted calibration and its rounds."""
 
     calibration: Calibration
-    fit: Rounds
-    held_out: list[Rounds]
-    measured: TaskRounds
-    alone: Scaling
-    refused: str | None
+    fit: Rounds  # as decoding takes them
+    held_out: list[Rounds]  # of each conversation, as decoding takes them
+    measured: TaskRounds  # all
+    alone: Scaling  # temperatures fitted without offsets, as Sequential Temperature Scaling has them
+    refused: str | None  # see `refusal`; None: the scaling is worth storing
 
     @property
     def storable(self) -> bool:
