@@ -394,16 +394,10 @@ class RequestStats:
 
 @runtime_checkable
 class ReportsAcceptance(Protocol):
-    """A backend without step records that reports what it knows of its rounds."""
+    """A backend without step records that reports acceptance since `start_window`, and once of a finished request."""
 
-    def start_window(self) -> None:
-        """Count rounds from now on."""
-        ...
+    def start_window(self) -> None: ...
 
-    def acceptance(self) -> Acceptance:
-        """Acceptance of all requests since `start_window`."""
-        ...
+    def acceptance(self) -> Acceptance: ...
 
-    def request_stats(self, id: str) -> RequestStats:
-        """Of a request that has finished; asked for once."""
-        ...
+    def request_stats(self, id: str) -> RequestStats: ...

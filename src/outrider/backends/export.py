@@ -237,7 +237,6 @@ def _read(config: ExportConfig) -> tuple[Checkpoint, TargetFacts, torch.dtype]:
 
 
 def run_export(config: ExportConfig) -> Exported:
-    """Write a drafter for the engine `config.to`."""
     assert config.to is not None and config.out is not None
     engine, (checkpoint, target, dtype) = engine_of(config.to), _read(config)
     return export_drafter(checkpoint, engine, config.out, target=target, dtype=dtype)

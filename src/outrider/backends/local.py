@@ -116,7 +116,6 @@ class Kinds:
         return [one for one in self.defaults if one.startswith(_FIXED)] if kind == _EVERY_FIXED else [kind]
 
     def allows(self, kind: str) -> bool:
-        """Whether the drafter can be served like that."""
         fixed = re.fullmatch(rf"{_FIXED}(\d+)", kind)
         if fixed is not None:
             return 1 <= int(fixed[1]) <= self.slots
@@ -161,7 +160,6 @@ class NamedDrafter:
 
     @property
     def kinds(self) -> Kinds:
-        """The variants that it allows."""
         slots, heads = draft_slots(self.drafter), self.drafter.heads
         if self.drafter.trees:
             return Kinds(slots, [NO_SPECULATION, f"{_FIXED}{slots}"])

@@ -110,16 +110,13 @@ class Endpoint:
 
     @property
     def root(self) -> str:
-        """The URL without /v1."""
         return self.url.rstrip("/").removesuffix("/v1")
 
     @property
     def base(self) -> str:
-        """The URL with /v1."""
         return f"{self.root}/v1"
 
     def get(self, url: str) -> httpx.Response:
-        """A page of the server."""
         return httpx.get(url, headers=self._headers, timeout=_CONNECT_SECONDS, verify=_certificates())
 
     def client(self, timeout: float) -> OpenAIClient:
@@ -187,7 +184,6 @@ class OpenAIClient:
     http: httpx.AsyncClient
 
     def url(self, chat: bool) -> str:
-        """Where completions are asked for."""
         return f"{self.endpoint.base}/{'chat/completions' if chat else 'completions'}"
 
     async def post(self, body: Mapping[str, Any], chat: bool) -> httpx.Response:
@@ -218,7 +214,6 @@ class OpenAIClient:
                     yield parse_event(event.data, self.endpoint.engine)
 
     async def aclose(self) -> None:
-        """Give the connections back."""
         await self.http.aclose()
 
 

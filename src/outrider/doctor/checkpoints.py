@@ -222,13 +222,9 @@ def tensors(inputs: Inputs) -> SimpleNamespace:
     """Stored weights that are zero throughout; a weight that is not finite was refused when it was read."""
     stored = inputs.stored
     empty = [name for name, t in stored.items() if not name.endswith(_MAY_BE_ZERO) and not t.any()]
-    return SimpleNamespace(
-        empty=len(empty),
-        names=", ".join(empty[:3]),
-        count=len(stored),
-        size=sum(t.nbytes for t in stored.values()) / 1e6,
-        dtypes=", ".join(sorted({dtype_name(t.dtype) for t in stored.values()})),
-    )
+    size, names = sum(t.nbytes for t in stored.values()) / 1e6, ", ".join(empty[:3])
+    dtypes = ", ".join(sorted({dtype_name(t.dtype) for t in stored.values()}))
+    return SimpleNamespace(empty=len(empty), names=names, count=len(stored), size=size, dtypes=dtypes)
 
 
 def fits_target(inputs: Inputs) -> SimpleNamespace:
@@ -248,12 +244,9 @@ def fits_target(inputs: Inputs) -> SimpleNamespace:
 def vocabulary(inputs: Inputs) -> SimpleNamespace:
     """Whether the tokenizer fits the target's vocabulary, and stop tokens can be drafted."""
     target, ids = inputs.target, inputs.checkpoint.weights.draft_ids_Vd
-    return SimpleNamespace(
-        tokens=0 if target.tokenizer is None else len(target.tokenizer),
-        vocab=target.vocab_size,
-        absent=[] if ids is None else sorted(target.eos_ids - set(ids.tolist())),
-        config=inputs.drafter.config,
-    )
+    tokens = 0 if target.tokenizer is None else len(target.tokenizer)
+    absent = [] if ids is None else sorted(target.eos_ids - set(ids.tolist()))
+    return SimpleNamespace(tokens=tokens, vocab=target.vocab_size, absent=absent, config=inputs.drafter.config)
 
 
 def embedding_and_head(inputs: Inputs) -> SimpleNamespace:
@@ -275,17 +268,12 @@ def positions(inputs: Inputs) -> SimpleNamespace:
     """RoPE base and scaling, the longest position and the window, against target and data."""
     config, rope, longest = inputs.block_config, target_rope(inputs.target), inputs.longest
     theta, window = rope.get("rope_theta"), config.sliding_window
-    return SimpleNamespace(
-        own=config.rope_theta,
-        theirs=config.rope_theta if theta is None else float(theta),
-        scaling=rope.get("rope_type", "default"),
-        unscaled=rope.get("original_max_position_embeddings") or config.max_position_embeddings,
-        most=config.max_position_embeddings,
-        window=window or "none",
-        outside=window is not None and not config.layer_types and longest > window,
-        longest=longest,
-        shown=longest or "unknown",
-    )
+    m = SimpleNamespace(window=window or "none", longest=longest, shown=longest or "unknown")
+    m.own, m.theirs = config.rope_theta, config.rope_theta if theta is None else float(theta)
+    m.scaling, m.most = rope.get("rope_type", "default"), config.max_position_embeddings
+    m.unscaled = rope.get("original_max_position_embeddings") or m.most
+    m.outside = window is not None and not config.layer_types and longest > window
+    return m
 
 
 # ----------------------------------------------------------------------------
@@ -315,15 +303,10 @@ def loss_mask(inputs: Inputs) -> SimpleNamespace:
         if not placed or ends[-1] > len(sample.tokens):
             bad.append(sample.id)
     total = sum(len(s.tokens) for s in inputs.conversations)
-    return SimpleNamespace(
-        bad=bad,
-        count=len(bad),
-        empty=sum(not reply.response for reply in inputs.replies),
-        replies=len(inputs.replies),
-        conversations=len(inputs.conversations),
-        total=total,
-        share=sum(s.num_supervised for s in inputs.conversations) / max(1, total),
-    )
+    m = SimpleNamespace(bad=bad, count=len(bad), conversations=len(inputs.conversations), total=total)
+    m.empty, m.replies = sum(not reply.response for reply in inputs.replies), len(inputs.replies)
+    m.share = sum(s.num_supervised for s in inputs.conversations) / max(1, total)
+    return m
 
 
 def token_ids(inputs: Inputs) -> SimpleNamespace:
@@ -337,14 +320,9 @@ def response_ends(inputs: Inputs) -> SimpleNamespace:
     """Finished responses without a stop token of the target, and the share that was cut off."""
     stops, finished = inputs.target.eos_ids, [r for r in inputs.replies if r.finished]
     wrong = [r.id for r in finished if not r.response or r.response[-1] not in stops]
-    return SimpleNamespace(
-        wrong=wrong,
-        count=len(wrong),
-        finished=len(finished),
-        stops=sorted(stops),
-        replies=len(inputs.replies),
-        cut=1 - len(finished) / len(inputs.replies),
-    )
+    m = SimpleNamespace(wrong=wrong, count=len(wrong), finished=len(finished), stops=sorted(stops))
+    m.replies, m.cut = len(inputs.replies), 1 - len(finished) / len(inputs.replies)
+    return m
 
 
 def mask_in_text(inputs: Inputs) -> SimpleNamespace:
@@ -434,17 +412,11 @@ def thinking_mode(inputs: Inputs) -> SimpleNamespace:
     records = inputs.recorded("thinking")
     on = bool(next(iter(records.values()))) if records else _made_thinking(inputs, first)
     mode = {True: "on", False: "off", None: "not recorded"}
-    return SimpleNamespace(
-        unlike=len(set(records.values())) > 1,
-        records="; ".join(f"{source}: thinking {mode[bool(value)]}" for source, value in records.items()),
-        on=on,
-        other=on is not None and on != inputs.thinking,
-        marked=marked,
-        data=mode[on],
-        serving=mode[inputs.thinking],
-        figure=f"data: thinking {mode[on]}, serving: {mode[inputs.thinking]}; {marked:.0%} of responses hold thinking "
-        "marks",
-    )
+    m = SimpleNamespace(on=on, marked=marked, data=mode[on], serving=mode[inputs.thinking])
+    m.unlike, m.other = len(set(records.values())) > 1, on is not None and on != inputs.thinking
+    m.records = "; ".join(f"{source}: thinking {mode[bool(value)]}" for source, value in records.items())
+    m.figure = f"data: thinking {m.data}, serving: {m.serving}; {marked:.0%} of responses hold thinking marks"
+    return m
 
 
 def _made_thinking(inputs: Inputs, replies: Sequence[Reply]) -> bool | None:
@@ -603,16 +575,11 @@ def _compare(inputs: Inputs, variants: Sequence[Variant], own: object, tie: floa
     best, theirs = inputs.probe.best(variants, tie)
     gamma = min(inputs.drafter.config.gamma, theirs.sampled_NK.shape[1])  # layouts differ in it
     own_N, other_N = inputs.probe.own.lengths_N(gamma), theirs.lengths_N(gamma)
-    return SimpleNamespace(
-        own=own,
-        best=best,
-        value=next(iter(best.config.values()), list(best.aux_layers or ())),
-        level=gain(other_N, own_N),
-        unclear=not inputs.probe.can_tell(theirs, gamma),
-        length=own_N.mean().item(),
-        positions=len(own_N),
-        figure=f"{own_N.mean():.2f} tokens a round as it is, {other_N.mean():.2f} with {best.label}",
-    )
+    m = SimpleNamespace(own=own, best=best, length=own_N.mean().item(), positions=len(own_N))
+    m.value = next(iter(best.config.values()), list(best.aux_layers or ()))
+    m.level, m.unclear = gain(other_N, own_N), not inputs.probe.can_tell(theirs, gamma)
+    m.figure = f"{own_N.mean():.2f} tokens a round as it is, {other_N.mean():.2f} with {best.label}"
+    return m
 
 
 def aux_indices(inputs: Inputs) -> SimpleNamespace:
@@ -750,17 +717,11 @@ def trained_and_served(inputs: Inputs) -> SimpleNamespace:
     noise = _STANDARD_ERRORS * gap_N.std().item() / len(gap_N) ** 0.5 if len(gap_N) > 1 else 0.0
     length, differ = trained_N.mean().item(), (gap_N.abs() > 0.5).float().mean().item()
     least = max(_GAP * length, noise)
-    return SimpleNamespace(
-        gap=abs(gap_N.mean().item()),
-        least=least,
-        differ=differ,
-        # A drafter that is accepted by less than the gap that counts agrees with decoding whatever is wrong.
-        unclear=length - 1 <= least,
-        length=length,
-        positions=len(gap_N),
-        figure=f"{length:.2f} tokens a round by the training forward, {served_N.mean():.2f} by decoding, over "
-        f"{len(gap_N)} rounds; {differ:.0%} of them differ",
-    )
+    m = SimpleNamespace(gap=abs(gap_N.mean().item()), least=least, differ=differ, length=length, positions=len(gap_N))
+    m.unclear = length - 1 <= least  # accepted by less than the gap that counts: it agrees whatever is wrong
+    m.figure = f"{length:.2f} tokens a round by the training forward, {served_N.mean():.2f} by decoding, over "
+    m.figure += f"{len(gap_N)} rounds; {differ:.0%} of them differ"
+    return m
 
 
 def training_record(inputs: Inputs) -> SimpleNamespace:
@@ -793,13 +754,11 @@ def context_length(inputs: Inputs) -> SimpleNamespace:
     best = max((x for _, x in buckets[:-1]), key=lambda x: x.mean().item())
     error = _STANDARD_ERRORS * (best.var().item() / len(best) + last.var().item() / len(last)) ** 0.5
     fall = best.mean().item() - last.mean().item()
-    return SimpleNamespace(
-        falls=bool(last.mean() - 1 < _FALL * (best.mean() - 1)) and fall > error,
-        unclear=(1 - _FALL) * (best.mean().item() - 1) < error,  # such a fall would be noise
-        length=lengths_N.mean().item(),
-        positions=len(lengths_N),
-        figure="tokens a round by position: " + ", ".join(f"{place}: {x.mean():.2f}" for place, x in buckets),
-    )
+    m = SimpleNamespace(length=lengths_N.mean().item(), positions=len(lengths_N))
+    m.falls = bool(last.mean() - 1 < _FALL * (best.mean() - 1)) and fall > error
+    m.unclear = (1 - _FALL) * (best.mean().item() - 1) < error  # such a fall would be noise
+    m.figure = "tokens a round by position: " + ", ".join(f"{place}: {x.mean():.2f}" for place, x in buckets)
+    return m
 
 
 # ----------------------------------------------------------------------------
@@ -816,7 +775,6 @@ _UNCLEAR = (
 
 
 def _wiring(meaning: str, remedy: str, fine: str = "") -> tuple[tuple[Any, ...], ...]:
-    """Rules of a comparison with variants."""
     return (_UNCLEAR, *graded(meaning, remedy, prefix="By a small but clear margin: ", fine=fine))
 
 

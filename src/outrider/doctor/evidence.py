@@ -101,7 +101,6 @@ class Check:
         return Check(group, name, measure, rules=tuple(Rule(*row) for row in rules), needs=needs, slow=slow)
 
     def find(self, examined: Any) -> Finding | None:
-        """The finding of the first rule whose test holds."""
         try:
             m = self.measure(examined)
         except NotMeasured as reason:
@@ -110,7 +109,6 @@ class Check:
         return self.finding(rule.status, *(text.format(m=m) for text in (rule.figure, rule.meaning, rule.remedy)))
 
     def finding(self, status: Status, figure: str, meaning: str = "", remedy: str = "") -> Finding:
-        """A finding of this check."""
         return Finding(status, figure, meaning, remedy=remedy, group=self.group, check=self.name)
 
 

@@ -206,7 +206,6 @@ class Probe:
 
     @cached_property
     def own(self) -> AnchorAcceptance:
-        """Acceptance of the unchanged drafter."""
         return self.measure(Variant())
 
     @cached_property

@@ -213,16 +213,10 @@ class ServerClient:
             tokens += stops
         prompt = choice.get("prompt_token_ids") or data.get("prompt_token_ids")
         record = counts_of(data, len(tokens))
-        return ServerAnswer(
-            question,
-            temperature,
-            tuple(tokens),
-            exact=ids is not None,
-            counts=better_of(record, counters),
-            prompt=None if prompt is None else tuple(prompt),
-            prompt_count=(data.get("usage") or {}).get("prompt_tokens"),
-            counters=counters if record is not None else None,
-        )
+        counts = better_of(record, counters)
+        answer = ServerAnswer(question, temperature, tuple(tokens), exact=ids is not None, counts=counts)
+        count, prompt = (data.get("usage") or {}).get("prompt_tokens"), None if prompt is None else tuple(prompt)
+        return replace(answer, prompt=prompt, prompt_count=count, counters=counters if record is not None else None)
 
 
 # ----------------------------------------------------------------------------
@@ -260,14 +254,9 @@ def _counts_of_trace(trace: Sequence[Mapping[str, Any]], slots: int | None) -> C
     slots = slots or max(one.verified for one in rounds)
     if not slots:
         return None
-    return Counts(
-        rounds=len(hits),
-        accepted=sum(hits),
-        accepted_K=tuple(sum(hit > k for hit in hits) for k in range(slots)),
-        drafted=sum(one.verified for one in rounds),
-        slots=slots,
-        described=tuple(rounds),
-    )
+    accepted_K = tuple(sum(hit > k for hit in hits) for k in range(slots))
+    drafted = sum(one.verified for one in rounds)
+    return Counts(len(hits), sum(hits), accepted_K, drafted=drafted, slots=slots, described=tuple(rounds))
 
 
 def between(first: Mapping[str, Sequence[float]], last: Mapping[str, Sequence[float]]) -> Counts | None:
@@ -477,15 +466,11 @@ class Evidence:
         rounds, kind = sum(c.rounds for c in counts), "sums"
         if counts and (counts[0].described or counts[0].accepted_K):
             kind = "rounds described" if counts[0].described else "counts by position"
-        return SimpleNamespace(
-            answers=len(counted),
-            drafting=any(a.counts.rounds for a in counted if a.counts is not None),
-            bad=len(bad),
-            reason=next(iter(bad), ""),
-            unlike=len(unlike),
-            difference=next(iter(unlike), ""),
-            figure=f"{rounds} rounds, {sum(c.accepted for c in counts)} accepted drafts ({kind})",
-        )
+        m = SimpleNamespace(answers=len(counted), bad=len(bad), unlike=len(unlike))
+        m.reason, m.difference = next(iter(bad), ""), next(iter(unlike), "")
+        m.drafting = any(a.counts.rounds for a in counted if a.counts is not None)
+        m.figure = f"{rounds} rounds, {sum(c.accepted for c in counts)} accepted drafts ({kind})"
+        return m
 
     @cached_property
     @torch.inference_mode()
@@ -523,14 +508,9 @@ class Evidence:
         tokens = sum(len(answers[index].tokens) for index in drawn)
         surprises = [replay.surprise(index) for index in drawn]
         excess, deviation = sum(e for e, _ in surprises), math.sqrt(sum(v for _, v in surprises))
-        return SimpleNamespace(
-            tokens=tokens,
-            excess=excess,
-            deviation=deviation,
-            nats=excess / max(1, tokens),
-            likelier=-excess / max(1, tokens),
-            deviations=excess / max(deviation, 1e-9),
-        )
+        m = SimpleNamespace(tokens=tokens, excess=excess, deviation=deviation, nats=excess / max(1, tokens))
+        m.likelier, m.deviations = -m.nats, excess / max(deviation, 1e-9)
+        return m
 
     @cached_property
     def with_and_without(self) -> SimpleNamespace:
@@ -605,15 +585,9 @@ class Evidence:
         mean, drafts = sum(c.drafted or 0 for c in counts) / rounds, slots or gamma
         # Some servers cut drafts at the end of a response: those begun in its last `slots` tokens, by half on average.
         ends = len(counts) * drafts**2 / (2 * length_of_counts(counts) * rounds)
-        return SimpleNamespace(
-            mean=mean,
-            slots=slots,
-            gamma=gamma,
-            drafts=drafts,
-            ends=ends,
-            varies=any(answer.varies for answer in self.compared),
-            figure=f"{slots or round(mean, 1)} drafts a round",
-        )
+        m = SimpleNamespace(mean=mean, slots=slots, gamma=gamma, drafts=drafts, ends=ends)
+        m.varies, m.figure = any(a.varies for a in self.compared), f"{slots or round(mean, 1)} drafts a round"
+        return m
 
     @cached_property
     def acceptance(self) -> SimpleNamespace:
@@ -623,15 +597,12 @@ class Evidence:
         right, best = self.right, self.best
         length, expected, rates = length_of_counts(self.counts), right.length, _rates(self.counts)
         shown = f"{_percent(rates)} at the positions, {_percent(right.rates_K)} expected" if rates else "no positions"
-        return SimpleNamespace(
-            length=length,
-            expected=expected,
-            chance=2 * spread_of_length(right.rates_K, sum(c.rounds for c in self.counts)),
-            explained=best is not right and best.log_likelihood - right.log_likelihood >= _CLEAR,
-            cost=(expected - length) / max(expected - 1, 1e-9),
-            foreign=_foreign(self.text),
-            figure=f"accepted length {length:.2f}, {expected:.2f} of a correct implementation on this text; {shown}",
-        )
+        m = SimpleNamespace(length=length, expected=expected, foreign=_foreign(self.text))
+        m.chance = 2 * spread_of_length(right.rates_K, sum(c.rounds for c in self.counts))
+        m.explained = best is not right and best.log_likelihood - right.log_likelihood >= _CLEAR
+        m.cost = (expected - length) / max(expected - 1, 1e-9)
+        m.figure = f"accepted length {length:.2f}, {expected:.2f} of a correct implementation on this text; {shown}"
+        return m
 
     @cached_property
     def where(self) -> SimpleNamespace:
@@ -712,15 +683,10 @@ def differences(
             errors += [] if errors else [f"tie of {kind}, {line}"]
         else:
             errors.insert(0, line)
-    alike, first = same + ties, f"; {errors[0]}" if errors else ""
-    return SimpleNamespace(
-        compared=len(compared),
-        same=same,
-        alike=alike,
-        different=len(compared) - alike,
-        first=first,
-        figure=f"{same} of {len(compared)} greedy texts are the same, {ties} differ at a tie{first}",
-    )
+    m = SimpleNamespace(compared=len(compared), same=same, first=f"; {errors[0]}" if errors else "")
+    m.alike, m.different = same + ties, len(compared) - same - ties
+    m.figure = f"{same} of {len(compared)} greedy texts are the same, {ties} differ at a tie{m.first}"
+    return m
 
 
 def _renderings(tokenizer: PreTrainedTokenizerBase, question: Question, thinking: bool) -> dict[str, list[int]]:
@@ -930,7 +896,6 @@ def causes(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def server_json(e: Evidence) -> dict[str, Any]:
-    """Causes, counts and hypotheses as JSON data."""
     counted = [a.counts for a in e.judged if a.counts is not None]
     hypotheses = [
         {"fault": h.fault.name, "variant": h.variant.label, "probability": round(h.probability, 4)}

@@ -128,13 +128,11 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._compiling, self.grammars.compile, wanted)
 
     async def text_of(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
         if bad := [token for token in tokens if token >= self.target.vocab_size]:
             raise ValueError(f"token {bad[0]} is outside the vocabulary of {self.target.vocab_size}.")
         return str(await self._in_thread(partial(self.tokenizer.decode, list(tokens))))
 
     def new_tokens(self, prompt: Sequence[int], max_tokens: int | None) -> int:
-        """How many tokens a response may have."""
         config = self.worker.engine.config
         fitting = min(self.target.max_context, config.num_blocks * config.block_size) - len(prompt)
         if fitting < 1 or (max_tokens or 1) > fitting:
@@ -233,7 +231,6 @@ class Answer(ABC):
         return {**self._head(self.kind), "choices": choices, **self._closing(submission)}
 
     async def events(self, submission: Submission) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
         options = self.request.stream_options
         try:
             opening = self.opening()
@@ -295,8 +292,6 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """An answer of /v1/completions."""
-
     kind = chunk = "text_completion"
 
     def whole(self, choice: Choice) -> dict[str, Any]:
@@ -317,8 +312,6 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """An answer of /v1/chat/completions."""
-
     kind, chunk = "chat.completion", "chat.completion.chunk"
 
     def whole(self, choice: Choice) -> dict[str, Any]:
@@ -371,7 +364,6 @@ class EventStream(StreamingResponse):
         self._submission = submission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -598,7 +590,6 @@ class JSONRoute(APIRoute):
     """A route whose JSON bodies give each field once: of two values one would be ignored."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See FastAPI's `APIRoute`."""
         handle = super().get_route_handler()
 
         async def handle_json(http: Request) -> Response:
@@ -638,7 +629,6 @@ class Guard:
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one HTTP request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -58,7 +58,6 @@ class RequestRecord:
             self.scheduled = now
 
     def add(self, output: Output, now: float) -> None:
-        """Tokens and drafts of one round."""
         if not output.tokens:
             return
         self.first = now if self.first is None else self.first
@@ -70,7 +69,6 @@ class RequestRecord:
 
     @property
     def accepted(self) -> int:
-        """Drafts accepted."""
         return sum(accepted * rounds for accepted, rounds in enumerate(self.histogram))
 
     def metrics(self) -> dict[str, Any]:
@@ -145,7 +143,6 @@ class ServerMetrics:
             self._by_position = [by_position.labels(**self._labels, position=k) for k in range(slots)]
 
     def step(self, step: StepRecord) -> None:
-        """A step of the engine."""
         self._rows.observe(step.tokens)
         self._preempted.inc(step.preempted)
 
@@ -174,11 +171,9 @@ class ServerMetrics:
                 self._queued.observe(record.scheduled - record.arrived)
 
     def aborted(self, requests: int) -> None:
-        """Requests whose clients have gone."""
         self._finished["abort"].inc(requests)
 
     def page(self) -> bytes:
-        """The page in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _gauge(self, name: str, help: str, value: Callable[[], float]) -> None:

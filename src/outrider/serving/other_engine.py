@@ -37,7 +37,6 @@ class EngineCommand:
 
     @property
     def lines(self) -> list[str]:
-        """The commands, as a shell takes them."""
         variables = [f"{name}={value}" for name, value in self.variables.items()]
         lines = [" ".join([*variables, shlex.join(self.words)])]
         if self.export is not None:
@@ -48,7 +47,6 @@ class EngineCommand:
 
 
 def engine_command(config: ServeConfig, say: Say) -> EngineCommand:
-    """The commands that serve on another engine."""
     assert config.engine is not None
     engine, choice = server_of(config.engine), choose_drafter(config.drafter, config.target)
     speculation, export = (None, None) if choice is None else _speculation(engine, choice, config.target)

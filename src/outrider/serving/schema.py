@@ -135,7 +135,6 @@ class _Sampled(_Fields):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
 
     def sampling(self, choice: int) -> SamplingParams:
-        """Sampling parameters of one choice."""
         return SamplingParams(
             temperature=self.temperature,
             top_k=max(0, self.top_k),
@@ -149,7 +148,6 @@ class _Sampled(_Fields):
 
     @property
     def most_drafts(self) -> int | None:
-        """Draft tokens of a round."""
         return 0 if self.speculative == "off" else self.max_draft_tokens
 
     @model_validator(mode="after")
@@ -186,7 +184,6 @@ class CompletionRequest(_Sampled):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or more."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         ids = [one for one in self.prompt if isinstance(one, int)]
@@ -244,25 +241,18 @@ class Function(_Fields):
 
 
 class Tool(_Fields):
-    """A tool of a chat."""
-
     type: Literal["function"]
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates read it."""
         return {"type": "function", "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
 
 
 class FunctionName(_Fields):
-    """Which function."""
-
     name: str
 
 
 class NamedTool(_Fields):
-    """The tool that must be called."""
-
     type: Literal["function"]
     function: FunctionName
 
@@ -274,8 +264,6 @@ class TemplateSettings(_Fields):
 
 
 class ChatRequest(_Sampled):
-    """A chat."""
-
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)  # None: as many as fit
     max_completion_tokens: int | None = Field(None, ge=1)  # its newer name
@@ -312,7 +300,6 @@ class ChatRequest(_Sampled):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As of `CompletionRequest`."""
         return self.top_logprobs if self.logprobs else None
 
 
@@ -335,7 +322,5 @@ class TokenizeRequest(_Fields):
 
 
 class DetokenizeRequest(_Fields):
-    """Token ids."""
-
     model: str = ""
     tokens: list[Token]

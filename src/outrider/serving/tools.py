@@ -282,7 +282,6 @@ def _check_references(name: str, properties: Mapping[str, Any], shared: Mapping[
 
 
 def _references(schema: Any) -> set[str]:
-    """The references in a schema."""
     references, parts = set[str](), [schema]
     while parts:
         part = parts.pop()

@@ -62,7 +62,6 @@ class Submission:
         self._open.clear()
 
     def put(self, output: Output) -> None:
-        """Take an output of one of the requests."""
         if output.finish is not None:
             self._open.discard(output.id)
         self._outputs.put_nowait(output)
