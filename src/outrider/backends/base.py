@@ -45,13 +45,9 @@ class Speculation:
     @staticmethod
     def of(parts: DrafterWeights, drafter: str) -> Speculation:
         """Speculation with a trained drafter that the engine finds at `drafter`."""
-        return Speculation(
-            parts.algorithm,
-            parts.config.gamma,
-            drafter,
-            reduced_vocabulary=parts.draft_ids_Vd is not None,
-            mixed_layers=bool(getattr(parts.config, "layer_types", ())),
-        )
+        reduced, mixed = parts.draft_ids_Vd is not None, bool(getattr(parts.config, "layer_types", ()))
+        chain = Speculation(parts.algorithm, parts.config.gamma, drafter)
+        return replace(chain, reduced_vocabulary=reduced, mixed_layers=mixed)
 
 
 @dataclass(frozen=True)
@@ -302,11 +298,9 @@ class ExternalEngine:
             self.check_dialect(parts, export.dialect)
             if export.widens and parts.draft_ids_Vd is not None:
                 parts = widened(parts)
-                left_out = [
-                    f"d2t, which {self.name} does not read: the draft vocabulary is the target's there, and tokens "
-                    f"outside it have a probability of 0, by column {parts.config.markov_rank} of the sequential head.",
-                    *left_out,
-                ]
+                column = f"column {parts.config.markov_rank} of the sequential head"
+                zero = f"tokens outside the draft vocabulary have a probability of 0, by {column}."
+                left_out = [f"d2t, which {self.name} does not read: {zero}", *left_out]
             written = self.finish(export.dialect.write(parts, target))
         except ValueError as error:
             raise ValueError(f"--to {self.name}: {error}") from error

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import httpx
 
@@ -59,14 +59,9 @@ def launched(
     log.parent.mkdir(parents=True, exist_ok=True)
     with _endings_interrupt(), log.open("wb") as output:
         try:
-            process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=_environment(environment or {}),
-                start_new_session=True,
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            env = _environment(environment or {})
+            process = subprocess.Popen(list(command), env=env, start_new_session=True, **streams)
         except OSError as error:
             raise _not_run(command, error) from error
         try:
@@ -119,13 +114,8 @@ def _not_run(command: Sequence[str], error: OSError) -> ValueError:
 @contextmanager
 def _kept(group: int) -> Iterator[None]:
     """End the process group with this process, even if that is killed."""
-    keeper = subprocess.Popen(
-        ["/bin/sh", "-c", _KEEPER, str(group)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    null, words = subprocess.DEVNULL, ["/bin/sh", "-c", _KEEPER, str(group)]
+    keeper = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True)
     try:
         yield
     finally:  # before its pipe ends

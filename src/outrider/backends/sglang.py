@@ -114,14 +114,11 @@ class SGLang(ExternalEngine):
                 record = record.get("spec_tokens_details") or record
                 if not record.get("spec_verify_ct") or "spec_num_correct_drafts" not in record:
                     continue
+                names = ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts")
+                rounds, accepted, drafted = (int(record[name]) for name in names)
                 histogram = record.get("spec_correct_drafts_histogram") or ()
-                return Counts(
-                    rounds=int(record["spec_verify_ct"]),
-                    accepted=int(record["spec_num_correct_drafts"]),
-                    accepted_K=at_positions(histogram) or None,
-                    drafted=int(record["spec_num_proposed_drafts"]),
-                    slots=len(histogram) - 1 if histogram else None,
-                )
+                slots = len(histogram) - 1 if histogram else None
+                return Counts(rounds, accepted, at_positions(histogram) or None, drafted=drafted, slots=slots)
         return None
 
     def _flags(self, speculation: Speculation) -> list[str]:

@@ -108,14 +108,10 @@ class VLLM(ExternalEngine):
         record = (answer.get("metrics") or {}).get("speculative_decoding") or {}
         if not (histogram := record.get("acceptance_histogram")):
             return None
-        return Counts(
-            rounds=int(record["num_spec_steps"]),
-            accepted=int(record["num_accepted_draft_tokens"]),
-            accepted_K=at_positions(histogram),
-            drafted=int(record["num_draft_tokens"]),
-            slots=record.get("num_spec_tokens") or len(histogram) - 1,
-            described=_described(record, tokens),
-        )
+        names = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens")
+        rounds, accepted, drafted = (int(record[name]) for name in names)
+        slots, described = record.get("num_spec_tokens") or len(histogram) - 1, _described(record, tokens)
+        return Counts(rounds, accepted, at_positions(histogram), drafted=drafted, slots=slots, described=described)
 
     def _flags(self, speculation: Speculation) -> list[str]:
         config: dict[str, Any] = {"method": self.name_of(speculation.method)}

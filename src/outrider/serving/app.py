@@ -181,7 +181,7 @@ class Choice:
         return text, calls
 
 
-class Answer(ABC):
+class RouteAnswer(ABC):
     """An answer to one HTTP request, in the shape of its route."""
 
     kind: str  # of a whole answer
@@ -291,7 +291,7 @@ class Answer(ABC):
         return {"usage": self._usage()} | ({"metrics": metrics[0]} if len(metrics) == 1 else {})
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(RouteAnswer):
     kind = chunk = "text_completion"
 
     def whole(self, choice: Choice) -> dict[str, Any]:
@@ -311,7 +311,7 @@ class CompletionAnswer(Answer):
         }
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(RouteAnswer):
     kind, chunk = "chat.completion", "chat.completion.chunk"
 
     def whole(self, choice: Choice) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def _data(value: dict[str, Any]) -> str:
 class EventStream(StreamingResponse):
     """Events that free their requests when the response ends, however it does: also before its first event."""
 
-    def __init__(self, answer: Answer, submission: Submission) -> None:
+    def __init__(self, answer: RouteAnswer, submission: Submission) -> None:
         super().__init__(answer.events(submission), media_type="text/event-stream")
         self._submission = submission
 
@@ -370,7 +370,7 @@ class EventStream(StreamingResponse):
             self._submission.close()
 
 
-async def respond(http: Request, answer: Answer, requests: Sequence[EngineRequest]) -> Response:
+async def respond(http: Request, answer: RouteAnswer, requests: Sequence[EngineRequest]) -> Response:
     """Decode `requests`, one per choice of `answer`, and answer: streamed if that is asked for, else whole."""
     submission = await answer.server.worker.submit(requests)
     if answer.request.stream:
@@ -491,7 +491,7 @@ def _prepare(
     prompts: Sequence[list[int]],
     parser: Callable[[], ToolCallParser] | None = None,
     grammar: Grammar | None = None,
-) -> tuple[Answer, list[EngineRequest]]:
+) -> tuple[RouteAnswer, list[EngineRequest]]:
     """An empty answer, and the engine's requests: `request.n` for each prompt.
 
     Args:
@@ -500,7 +500,7 @@ def _prepare(
     most = request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         most = request.max_completion_tokens
-    kind: type[Answer] = ChatAnswer if isinstance(request, ChatRequest) else CompletionAnswer
+    kind: type[RouteAnswer] = ChatAnswer if isinstance(request, ChatRequest) else CompletionAnswer
     id = f"{'chatcmpl' if kind is ChatAnswer else 'cmpl'}-{uuid.uuid4().hex}"
     choices: dict[str, Choice] = {}
     requests = []

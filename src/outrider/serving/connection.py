@@ -11,6 +11,7 @@ uvicorn limits only the pause between two requests. `Guard` (serving/app.py) ans
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import h11
 import uvicorn
@@ -24,18 +25,9 @@ _MOST_PIPELINED = 2**16  # bytes that may come after a request before it is answ
 
 def http_server(server: Server, api_key: str | None = None, *, host: str, port: int) -> uvicorn.Server:
     """The server at an address; `run` it, or run it with sockets of one's own."""
-    running = uvicorn.Server(
-        uvicorn.Config(
-            create_app(server, api_key),
-            host=host,
-            port=port,
-            http=_connection(server.limits),
-            ws="none",
-            lifespan="on",
-            log_level="warning",
-            timeout_graceful_shutdown=_STOP_SECONDS,
-        )
-    )
+    fixed: dict[str, Any] = {"ws": "none", "lifespan": "on", "log_level": "warning"}
+    fixed |= {"http": _connection(server.limits), "timeout_graceful_shutdown": _STOP_SECONDS}
+    running = uvicorn.Server(uvicorn.Config(create_app(server, api_key), host=host, port=port, **fixed))
     server.closing = lambda: running.should_exit
     return running
 

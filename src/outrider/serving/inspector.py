@@ -48,25 +48,13 @@ def trace_json(trace: RoundTrace, text: TextStream, piece: Callable[[int], str],
         text.push(token.token)
         added.append(text.release(final=final and place == len(trace.tokens)))
     tokens = [
-        {
-            "id": token.token,
-            "text": new or piece(token.token),
-            "in_text": bool(new),
-            "origin": token.origin,
-            "draft": token.node,
-            "target": _rounded(token.target),
-            "top": [{"id": id, "text": piece(id), "target": _rounded(value)} for id, value in token.top],
-        }
+        {"id": token.token, "text": new or piece(token.token), "in_text": bool(new)}
+        | {"origin": token.origin, "draft": token.node, "target": _rounded(token.target)}
+        | {"top": [{"id": id, "text": piece(id), "target": _rounded(value)} for id, value in token.top]}
         for token, new in zip(trace.tokens, added, strict=True)
     ]
-    drafts = [_draft_json(draft, piece) for draft in trace.drafts]
-    return {
-        "round": trace.number,
-        "source": trace.source,
-        "reason": trace.reason,
-        "drafts": drafts,
-        "tokens": tokens,
-    }
+    about = {"round": trace.number, "source": trace.source, "reason": trace.reason}
+    return about | {"drafts": [_draft_json(draft, piece) for draft in trace.drafts], "tokens": tokens}
 
 
 def _draft_json(draft: DraftTrace, piece: Callable[[int], str]) -> dict[str, Any]:
@@ -195,13 +183,7 @@ def write_answer(path: Path, target: DecodingTarget, chunks: Sequence[Output], s
         final = chunk.finish is not None
         rounds.append(trace_json(chunk.trace, text, lambda id: str(tokenizer.decode([id])), final=final))
     choice = {"index": 0, "text": "".join(chunk.text for chunk in chunks), "finish_reason": chunks[-1].finish}
-    answer = {
-        "object": "generation",
-        "model": target.name,
-        "choices": [choice | {"trace": rounds}],
-        "settings": dict(settings),
-        "machine": machine(),
-        "versions": versions(),
-    }
+    answer = {"object": "generation", "model": target.name, "choices": [choice | {"trace": rounds}]}
+    answer |= {"settings": dict(settings), "machine": machine(), "versions": versions()}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(answer, ensure_ascii=False, indent=1) + "\n")

@@ -135,16 +135,10 @@ class _Sampled(_Fields):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
 
     def sampling(self, choice: int) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=max(0, self.top_k),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            seed=None if self.seed is None else self.seed + choice,
-        )
+        same = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        params: dict[str, Any] = {name: getattr(self, name) for name in same}
+        seed = None if self.seed is None else self.seed + choice
+        return SamplingParams(**params, top_k=max(0, self.top_k), seed=seed)
 
     @property
     def most_drafts(self) -> int | None:
