@@ -166,7 +166,7 @@ def write_confidence_sts(
         ece_before: of the raw survival per position; `ece_after` with these temperatures.
     """
     if any(offsets):
-        raise ValueError(f"offsets {list(offsets)} must all be 0: fit temperatures alone for SGLang.")
+        raise ValueError(f"offsets {list(offsets)} cannot be expressed for SGLang: fit temperatures alone.")
     if not temperatures or min(temperatures) <= 0:
         raise ValueError(f"temperatures {list(temperatures)} must be numbers above 0, one per draft position.")
     fields = {"temperatures": list(temperatures), "dataset": dataset, "num_samples": num_samples}

@@ -73,7 +73,7 @@ class VLLM(ExternalEngine):
         causal_sliding = parts.algorithm != "dspark" and causal_in_sliding_layers_alone(parts)
         if dialect.name == "speculators" and causal_sliding:
             raise ValueError(
-                "is_causal null would become true for all layers in speculators' dialect: outrider export --to zlab."
+                "is_causal null (sliding layers alone) would become true for all layers there: export it --to zlab."
             )
 
     def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:
