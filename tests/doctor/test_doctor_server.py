@@ -413,9 +413,9 @@ def test_a_server_that_stops_answering_is_judged_by_what_it_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It hangs, or fails, from its seventh answer on."""
-    own, answered = app.Answer.collect, list[None]()
+    own, answered = app.RouteAnswer.collect, list[None]()
 
-    async def collect(self: app.Answer, submission: Any) -> Any:
+    async def collect(self: app.RouteAnswer, submission: Any) -> Any:
         answered.append(None)
         if len(answered) > 6 and reason == "ReadTimeout":
             await asyncio.sleep(60)
@@ -423,7 +423,7 @@ def test_a_server_that_stops_answering_is_judged_by_what_it_said(
             raise RuntimeError("broken on purpose")
         return await own(self, submission)
 
-    monkeypatch.setattr(app.Answer, "collect", collect)
+    monkeypatch.setattr(app.RouteAnswer, "collect", collect)
     with asking(alphabet_pair, target) as client:
         client.timeout = 3 if reason == "ReadTimeout" else 60
         report = examine_server(client, weights, questions)
@@ -441,9 +441,9 @@ def test_a_record_that_contradicts_the_counters_is_not_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Answers tell more rounds than there were; /metrics counts them rightly and fits the text."""
-    own = app.Answer.collect
+    own = app.RouteAnswer.collect
 
-    async def collect(self: app.Answer, submission: Any) -> Any:
+    async def collect(self: app.RouteAnswer, submission: Any) -> Any:
         data = await own(self, submission)
         data["choices"][0].pop("trace", None)
         told = data["metrics"]["speculative_decoding"]
@@ -451,7 +451,7 @@ def test_a_record_that_contradicts_the_counters_is_not_believed(
         told["num_spec_steps"] += 3
         return data
 
-    monkeypatch.setattr(app.Answer, "collect", collect)
+    monkeypatch.setattr(app.RouteAnswer, "collect", collect)
     with asking(alphabet_pair, target) as client:
         report = examine_server(client, weights, questions)
     found = by_check(report)
