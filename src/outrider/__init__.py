@@ -58,7 +58,7 @@ __version__: str
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for, so that `import outrider` costs nothing."""
+    """Import a public name at its first use, so that `import outrider` costs nothing."""
     if name == "__version__":
         return version("outrider")
     if name not in _MODULES:
@@ -67,5 +67,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, for completion."""
+    """List the public names, for completion."""
     return [*__all__, "__version__"]

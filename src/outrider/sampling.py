@@ -20,16 +20,16 @@ from torch import Tensor
 
 from outrider.utils.measure import on_device
 
-# Below it two logits of float32 near 10 that differ in their last bit are as good as infinitely far apart.
+# Below this temperature two float32 logits near 10 that differ in their last bit give probabilities 1 and 0.
 _LEAST_TEMPERATURE = 1e-6
-_MOST_TEMPERATURE = 1e30  # every finite logit is 0 from here on, and it is still a float32
+_MOST_TEMPERATURE = 1e30  # fits in float32; from here on logits / T is 0
 _LEAST_PENALTY, _MOST_PENALTY = 0.01, 100.0
-_MOST_SUBTRACTED = 2.0  # by the presence penalty, and by the frequency penalty for each occurrence
+_MOST_SUBTRACTED = 2.0  # range of the presence penalty and of the frequency penalty
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are drawn from the target's logits. A temperature below 1e-6 is greedy decoding: 0.
+    """Sampling parameters of a request. A temperature below 1e-6 becomes 0, greedy decoding.
 
     Raises:
         ValueError: a parameter is outside its range.
@@ -39,11 +39,11 @@ class SamplingParams:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off; relative to the most likely token
-    repetition_penalty: float = 1.0  # 1: off; over prompt and output, as in Hugging Face
-    seed: int | None = None  # None: every request draws one of its own and reports it
+    repetition_penalty: float = 1.0  # 1: off; applies to tokens of prompt and output, as in Hugging Face
+    seed: int | None = None  # None: every request draws a seed and reports it
     coupled: bool = False  # tokens depend on the seed and the target alone, not on drafts (`PositionNoise`)
-    presence_penalty: float = 0.0  # subtracted from the logits of tokens of the output, as in OpenAI's API
-    frequency_penalty: float = 0.0  # subtracted once for each of their occurrences
+    presence_penalty: float = 0.0  # subtracted from the logit of every token in the output, as in OpenAI's API
+    frequency_penalty: float = 0.0  # subtracted once for each occurrence in the output
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -69,17 +69,17 @@ class SamplingParams:
 
     @property
     def fixed_text(self) -> bool:
-        """Whether one text alone can come out, plain decoding's, whatever is drafted."""
+        """Whether the seed and the target alone decide the text, whatever is drafted."""
         return self.temperature == 0.0 or self.coupled
 
     @property
     def penalised(self) -> bool:
-        """Whether the tokens so far change the next one's distribution."""
+        """Whether a penalty is set, so that the tokens so far change the next distribution."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def request_seed(self) -> int:
-        """The seed of one request: the given one, else 0 at temperature 0, where nothing is drawn, else 32 random
-        bits, as many as PyTorch's CPU generator uses.
+        """Return the given seed; else 0 at temperature 0, which draws nothing; else 32 random bits, as many as
+        PyTorch's CPU generator uses.
         """
         if self.seed is not None:
             return self.seed
@@ -89,23 +89,23 @@ class SamplingParams:
 # ----------------------------------------------------------------------------
 # logits --penalties--> --/T--> --top-k--> --softmax--> --top-p--> --min-p--> --normalise--> probs
 #
-# Semantics are those of Hugging Face's logits processors, in their order; of n_v occurrences in the output, the
-# presence and frequency penalties subtract presence [n_v > 0] + frequency n_v (OpenAI's API reference). What is kept
-# never depends on how ties are broken: top-k and top-p keep every token as likely as the last one kept. At temperature
-# 0 the answer is one-hot at `torch.argmax`, the lowest index on ties. Shapes: K rows (any leading dimensions), V vocab.
+# Semantics and order are those of Hugging Face's logits processors. A token with n_v occurrences in the output loses
+# presence [n_v > 0] + frequency n_v (OpenAI's API reference). The result does not depend on how ties are broken: top-k
+# and top-p keep every token as likely as the last one kept. At temperature 0 the distribution is one-hot at
+# `torch.argmax`, the lowest index on ties. Shapes: K rows (any leading dimensions), V vocab.
 # ----------------------------------------------------------------------------
 
 
-# A nucleus rarely holds more tokens than this; looking for it here first avoids sorting the vocabulary.
+# A nucleus rarely holds more tokens than this; trying these first avoids sorting the vocabulary.
 _NUCLEUS_GUESS = 512
 _ROWS_IN_CACHE = 4
 
 
 def warp(logits_KV: Tensor, params: SamplingParams, seen_KV: Tensor | None = None) -> Tensor:
-    """Warp logits into the distribution(s) that tokens are drawn from; float32 or float64, as the logits.
+    """Warp logits into the distributions that tokens are drawn from, in the type of the logits (float32 or float64).
 
     Args:
-        seen_KV: the tokens so far, which penalties need (`SeenTokens.with_tokens`).
+        seen_KV: counts of the tokens so far (`SeenTokens.with_tokens`); required with penalties.
     """
     assert logits_KV.dtype in (torch.float32, torch.float64), f"warp needs float32 or float64, not {logits_KV.dtype}"
     if params.penalised:
@@ -113,7 +113,7 @@ def warp(logits_KV: Tensor, params: SamplingParams, seen_KV: Tensor | None = Non
         logits_KV = _penalised(logits_KV, params, seen_KV)
     if params.temperature == 0.0:
         return torch.zeros_like(logits_KV).scatter_(-1, logits_KV.argmax(-1, keepdim=True), 1.0)
-    # The maximum goes first: at a tiny temperature logits / T overflows, (logits - max) / T does not.
+    # Subtract the maximum first: at a tiny temperature logits / T overflows, (logits - max) / T does not.
     logits_KV = (logits_KV - logits_KV.amax(-1, keepdim=True)) / min(params.temperature, _MOST_TEMPERATURE)
     if 0 < params.top_k < logits_KV.shape[-1]:
         last_kept_K1 = logits_KV.topk(params.top_k, dim=-1).values[..., -1:]
@@ -133,55 +133,55 @@ def _penalised(logits_KV: Tensor, params: SamplingParams, seen_KV: Tensor) -> Te
         penalty = params.repetition_penalty
         penalised_KV = torch.where(logits_KV < 0, logits_KV * penalty, logits_KV / penalty)
         logits_KV = torch.where(seen_KV > 0, penalised_KV, logits_KV)
-    written_KV = seen_KV // IN_OUTPUT
-    return logits_KV - params.frequency_penalty * written_KV - params.presence_penalty * (written_KV > 0)
+    counts_KV = seen_KV // IN_OUTPUT
+    return logits_KV - params.frequency_penalty * counts_KV - params.presence_penalty * (counts_KV > 0)
 
 
 def rows_at_once(logits_NV: Tensor) -> int:
-    """How many rows of logits to reduce at a time: a few on a CPU, so that what is computed of them stays in its cache
-    (a log-sum-exp is then several times as fast), elsewhere all.
+    """Return how many rows of logits to reduce at a time: all, but a few on a CPU, so that intermediate results stay in
+    its cache (a log-sum-exp is then several times as fast).
     """
     return _ROWS_IN_CACHE if logits_NV.device.type == "cpu" else max(1, len(logits_NV))
 
 
 def likeliest(logits_NV: Tensor) -> list[int]:
-    """The most likely token of each row, the lowest on ties. On a CPU NumPy looks for it: `torch.argmax` takes several
-    times as long for the few rows of a step.
+    """Return the most likely token of each row, the lowest id on ties. CPU rows use NumPy: for the few rows of a step
+    `torch.argmax` takes several times as long.
     """
     if logits_NV.device.type == "cpu" and logits_NV.dtype in (torch.float32, torch.float64):
-        found: list[int] = logits_NV.numpy().argmax(-1).tolist()
-        return found
+        tokens: list[int] = logits_NV.numpy().argmax(-1).tolist()
+        return tokens
     return [int(token) for token in logits_NV.argmax(-1).tolist()]
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Logits in a type that `warp` takes: float64 stays, everything else becomes float32."""
+    """Convert logits to a type that `warp` takes: float64 stays, everything else becomes float32."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _nucleus_floor(probs_KV: Tensor, top_p: float) -> Tensor:
-    """The smallest probability top-p keeps: a token stays while the mass of the likelier ones is < top_p."""
+    """Return the smallest probability that top-p keeps: a token stays if the mass of all likelier tokens is < top_p."""
     vocab = probs_KV.shape[-1]
-    # On a GPU the whole vocabulary is sorted at once: the host would have to wait to learn that the guess was enough.
+    # A GPU sorts the whole vocabulary at once: checking whether the guess was enough would make the host wait.
     guess = vocab if probs_KV.is_cuda else min(_NUCLEUS_GUESS, vocab)
     for size in (guess, vocab):
         sorted_KS = probs_KV.topk(size, dim=-1).values
         before_KS = sorted_KS.cumsum(-1) - sorted_KS
         if size == vocab or bool((before_KS[..., -1] >= top_p).all()):
             break
-    # The likeliest stays in any case: a tiny top_p is 0 in float32.
+    # Always keep the most likely token: a tiny top_p is 0 in float32.
     kept_K1 = (before_KS < top_p).sum(-1, keepdim=True).clamp(min=1)
     return sorted_KS.gather(-1, kept_K1 - 1)
 
 
-IN_OUTPUT = 2  # what an occurrence in the output adds to a token's entry of `SeenTokens`
+IN_OUTPUT = 2  # added to a token's entry of `SeenTokens` for each occurrence in the output
 
 
 class SeenTokens:
-    """The tokens of a request so far, as penalties read them; empty where `params` has none.
+    """Token counts of a request so far, for penalties; None if `params` has no penalty.
 
-    They are one int32 tensor [V]: for each token 2 x its occurrences in the output, + 1 if the prompt has it. Above 0
-    it has been seen; half of it, rounded down, is how often it was written.
+    One int32 tensor [V] holds 2 x the occurrences in the output, + 1 if the prompt has the token. An entry above 0
+    means that the token has been seen; entry // 2 is its count in the output.
     """
 
     def __init__(
@@ -200,12 +200,12 @@ class SeenTokens:
                 self.add(token)
 
     def add(self, token: int) -> None:
-        """One more token of the output."""
+        """Count one more token of the output."""
         if self._seen_V is not None:
             self._seen_V[token] += IN_OUTPUT
 
     def with_tokens(self, tokens: Sequence[int] = ()) -> Tensor | None:
-        """A new tensor of the tokens so far and `tokens` of the output, or None without penalties."""
+        """Return a new tensor that also counts `tokens` as output; None without penalties."""
         if self._seen_V is None:
             return None
         seen_V = self._seen_V.clone()
@@ -215,74 +215,75 @@ class SeenTokens:
 
 
 # ----------------------------------------------------------------------------
-# Constrained responses: a token that may not come next has the logit -inf, before everything else of the warp.
+# Constrained responses: a forbidden token has the logit -inf before anything else is warped.
 # ----------------------------------------------------------------------------
 
 
 class Constraint(Protocol):
-    """What the tokens of one response must follow, as of its committed tokens (decoding/structured.py)."""
+    """A constraint on the tokens of one response; its state follows the committed tokens (decoding/structured.py)."""
 
     def allowed(self, drafts: Sequence[int] = ()) -> Tensor | None:
-        """Tokens that may come behind `drafts`, bool [V], at least one; None: any, because nothing that comes there is
-        kept. That is so behind a stop token, and behind a draft that was not allowed itself.
+        """Return the mask of tokens allowed after `drafts`, bool [V], at least one True.
+
+        None allows every token: after a stop token or a forbidden draft, later tokens are dropped anyway.
         """
         ...
 
     def commit(self, token: int) -> None:
-        """One more token of the response."""
+        """Advance by one token of the response."""
         ...
 
 
 def constrained(logits_C: Tensor, allowed_C: Tensor | None) -> Tensor:
-    """Logits of any tokens, -inf where they are not allowed; None: all are."""
+    """Set the logits of forbidden tokens to -inf; None allows every token."""
     return logits_C if allowed_C is None else logits_C.masked_fill(~allowed_C, -torch.inf)
 
 
 # ----------------------------------------------------------------------------
-# p_res = (p_t - p_d)_+ / sum (p_t - p_d)_+: what the target wants and the drafter under-served.
+# p_res = (p_t - p_d)_+ / sum (p_t - p_d)_+
 #
-# min(p_t, p_d) + P(reject) * p_res = p_t, which is why rejecting a draft token costs nothing in distribution
+# min(p_t, p_d) + P(reject) * p_res = p_t, so accepting or replacing a draft token yields exactly p_t
 # (Leviathan et al., arXiv 2211.17192, appendix A.1). Shapes: V vocab.
 # ----------------------------------------------------------------------------
 
 
 def residual(target_V: Tensor, draft_V: Tensor) -> Tensor:
-    """The residual distribution (p_t - p_d)_+ / sum, from which the token that replaces a rejected draft is drawn."""
+    """Return (p_t - p_d)_+ / sum, the residual distribution that replaces a rejected draft."""
     excess_V = (target_V - draft_V).clamp_(min=0)
     mass = excess_V.sum()
-    # No excess means p_t = p_d, where nothing is ever rejected but by rounding: then p_t itself is the right answer.
+    # No excess means p_t = p_d: only rounding can reject a draft then, and p_t is the correct distribution.
     return torch.where(mass > 0, excess_V / mass, target_V)
 
 
 # ----------------------------------------------------------------------------
 # u ~ U[0, 1):   accept(p) = [u < p]     choose(p_V) = min { v : u < p_0 + ... + p_v }
 #
-# All randomness of decoding passes through these two questions. A `SeededSource` answers them with a generator; the
-# proof tool answers them in every possible way (tests/proof/enumeration.py). Shapes: V vocab.
+# All randomness of decoding passes through these two methods. `SeededSource` implements them with a generator; the
+# enumeration proof runs every possible outcome (tests/proof/enumeration.py). Shapes: V vocab.
 # ----------------------------------------------------------------------------
 
 
 class RandomSource(Protocol):
-    """What the random decisions of decoding are asked of."""
+    """A source of the random decisions of decoding."""
 
     def accept(self, probability: float) -> bool:
-        """True with the given probability; always from 1 on, never at 0."""
+        """Return True with this probability: always if it is >= 1, never if it is 0."""
         ...
 
     def choose(self, probs_V: Tensor) -> int:
-        """An index with its probability; never one of probability 0."""
+        """Draw an index from the distribution; never one of probability 0."""
         ...
 
     def uniform(self) -> float:
-        """A number from [0, 1), for a choice that is made on a GPU (`choose_rows`)."""
+        """Draw a number from [0, 1), for a choice on a GPU (`choose_rows`)."""
         ...
 
 
 class SeededSource:
-    """Draws from a generator of its own: a request's tokens do not depend on who else is in the batch."""
+    """Random source with its own generator, so that a request's tokens do not depend on its batch."""
 
     def __init__(self, seed: int) -> None:
-        # PyTorch's CPU generator reads 32 bits of a seed: a longer one is hashed to that many (multiplicative hashing).
+        # PyTorch's CPU generator reads 32 bits of a seed: hash a longer one to 32 bits (multiplicative hashing).
         short = seed if seed < 2**32 else seed * 0x9E3779B97F4A7C15 % 2**64 >> 32
         self._generator = torch.Generator().manual_seed(short)
 
@@ -299,7 +300,7 @@ class SeededSource:
             return int(index)
         cumulative_V = probs_V.cumsum(-1, dtype=torch.float64)
         total = cumulative_V[-1].item()
-        if not total > 0.0:  # also where it is no number
+        if not total > 0.0:  # NaN, too
             raise not_finite(total)
         # right=True skips tokens of probability 0: they share their predecessor's cumulative sum.
         return int(torch.searchsorted(cumulative_V, self.uniform() * total, right=True))
@@ -309,18 +310,18 @@ class SeededSource:
 
 
 def not_finite(total: float) -> ValueError:
-    """The error of probabilities that cannot be drawn from, as they sum to `total`."""
+    """Make the error for probabilities that sum to `total` and so cannot be drawn from."""
     return ValueError(
-        f"the probabilities to draw from sum to {total}: the model's logits are not finite. Load it in float32, or "
-        "check its weights."
+        f"the sampling probabilities sum to {total}: the model's logits are not finite. Load it in float32, or check "
+        "its weights."
     )
 
 
 def choose_rows(probs_NV: Tensor, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the index that `choose` gives for this uniform number, and the row's sum, [N] each; nothing waits
-    for a GPU. Rows whose sum is not above 0 give an index that means nothing (`not_finite`).
+    """Choose an index from each row with the given uniform numbers; return indices and row sums, [N] each.
 
-    One number is taken per row, also where a row is one-hot and `choose` takes none.
+    The host does not wait for a GPU. If a row's sum is not above 0, its index is meaningless (`not_finite`). One-hot
+    rows use a number too, which `choose` does not.
     """
     cumulative_NV = probs_NV.cumsum(-1, dtype=torch.float64)
     total_N = cumulative_NV[:, -1]
@@ -329,7 +330,7 @@ def choose_rows(probs_NV: Tensor, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose_together(probs: Sequence[Tensor], sources: Sequence[RandomSource]) -> list[int | Exception]:
-    """The index that each source chooses from its distribution [V], or what is wrong with it; a GPU is read once."""
+    """Let each source choose from its distribution [V]; return indices or errors, with one copy from a GPU."""
     if not any(probs_V.is_cuda for probs_V in probs):
         return [_chosen(probs_V, source) for probs_V, source in zip(probs, sources, strict=True)]
     uniforms_N = on_device([source.uniform() for source in sources], probs[0].device, torch.float64)
@@ -347,18 +348,18 @@ def _chosen(probs_V: Tensor, source: RandomSource) -> int | Exception:
 # ----------------------------------------------------------------------------
 # pick(p, n) = argmin_v E_{n,v} / p_v,   E_{n,v} ~ Exp(1) a function of (seed, position n, token v) alone
 #
-# An exponential race: `pick` is distributed as p. Because the noise belongs to the position and not to the order of
-# questions, the token at position n is a function of the target's row and the seed, whatever was drafted, admitted or
-# batched with it: the same request gives the same tokens with any drafter, policy and company, or without any. A
-# drafter that races with the same noise agrees with the target at least (1 - d) / (1 + d) of the time at total
-# variation d; rejection sampling reaches 1 - d, so this costs some acceptance.
+# An exponential race: `pick` is distributed as p. The noise depends on the position and not on the order of draws, so
+# the token at position n is a function of the target's row and the seed: the same request gives the same tokens with
+# any drafter, policy or batch, or with plain decoding. A drafter that uses the same noise agrees with the target with
+# probability at least (1 - d) / (1 + d) at total variation d; rejection sampling reaches 1 - d, so this costs some
+# acceptance.
 #
 # Sources: Daliri, Musco and Suresh, arXiv 2408.07978 (drafter-invariant speculative decoding); Philox: Salmon et al.,
 # SC 2011. Shapes: V vocab.
 # ----------------------------------------------------------------------------
 
 
-_KEPT = 32  # positions whose noise is remembered: drafter and target ask for the same ones
+_KEPT = 32  # positions whose noise is cached: drafter and target use the same ones
 
 
 class PositionNoise:
@@ -369,11 +370,11 @@ class PositionNoise:
         self._rows: dict[int, Tensor] = {}
 
     def row(self, position: int) -> Tensor:
-        """E_n [V] of an absolute position, float32 on the CPU."""
+        """Return E_n [V] of an absolute position, float32 on the CPU."""
         if position not in self._rows:
             while len(self._rows) >= _KEPT:
                 del self._rows[next(iter(self._rows))]
-            # Philox has a key of 128 bits, a half for each, so no two pairs share a row; PyTorch's generator uses 32.
+            # Philox has a key of 128 bits: 64 for the seed, 64 for the position. PyTorch's generator uses only 32.
             generator = np.random.Generator(np.random.Philox(key=self.seed + (position << 64)))
             # Drawn in float64: in float32 one number in 2^23 is 0, and 0 / 0 would win the race.
             row = torch.from_numpy(generator.standard_exponential(self.vocab_size)).float()
@@ -381,7 +382,7 @@ class PositionNoise:
         return self._rows[position]
 
     def pick(self, probs: Tensor, position: int, ids: Tensor | None = None) -> int:
-        """An index into `probs`, which covers the whole vocabulary or, in its order, the tokens `ids`."""
+        """Pick an index of `probs`, which covers the whole vocabulary or, in this order, the tokens `ids`."""
         return int(self.pick_tensor(probs, position, ids))
 
     def pick_tensor(self, probs: Tensor, position: int, ids: Tensor | None = None) -> Tensor:
@@ -389,10 +390,10 @@ class PositionNoise:
         return self._race(probs, position, ids).argmax()
 
     def ranking(self, probs: Tensor, position: int, count: int, ids: Tensor | None = None) -> list[int]:
-        """The first `count` indices in the order of the race, `pick` first; those of probability 0 are left out."""
+        """Return the first `count` indices in the order of the race, `pick` first, without those of probability 0."""
         race = self._race(probs, position, ids)
-        found: list[int] = race.topk(min(count, int((probs > 0).sum()))).indices.tolist()
-        return found
+        indices: list[int] = race.topk(min(count, int((probs > 0).sum()))).indices.tolist()
+        return indices
 
     def _race(self, probs: Tensor, position: int, ids: Tensor | None) -> Tensor:
         noise = on_device(self.row(position), probs.device)
@@ -400,15 +401,15 @@ class PositionNoise:
 
 
 # ----------------------------------------------------------------------------
-# What a request draws with.
+# Random source and noise of a request.
 # ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Randomness:
-    """How requests get their random draws: `source(seed)`, and `noise(seed, vocab_size)` where they are coupled.
+    """Factories of a request's randomness: `source(seed)`, and `noise(seed, vocab_size)` if it is coupled.
 
-    Decoding takes it as an argument, because the proof runs the engine with its own (tests/proof/enumeration.py).
+    Decoding takes it as an argument so that the enumeration proof can replace it (tests/proof/enumeration.py).
     """
 
     source: Callable[[int], RandomSource] = SeededSource

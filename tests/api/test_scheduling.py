@@ -75,7 +75,7 @@ def test_what_is_asked_for_is_done(profiled: None, model: outrider.Model, monkey
 
     gated = [model.generate(PROMPT, max_new_tokens=20, policy=Never()), *model.generate([PROMPT], policy=Never())]
     assert all(found.accepted_length == 1 for found in gated)
-    with pytest.raises(ValueError, match="confidence_threshold is a policy of its own"):
+    with pytest.raises(ValueError, match="confidence_threshold and policy"):
         model.stream(PROMPT, confidence_threshold=0.5, policy=FixedPolicy())
 
 
@@ -97,7 +97,7 @@ def test_trees_and_what_cannot_be_timed_are_decoded_as_before(
     recommended = replace(model.drafter, metadata={"recommended": {"confidence_threshold": 0.25}})
     chosen = choose_scheduling(model.target, recommended, said.append)
     assert chosen.policy == ThresholdPolicy(0.25) and not str(chosen)
-    assert said == ["what a step costs cannot be measured here: not batched"] * 2
+    assert said == ["step costs cannot be measured here: not batched"] * 2
 
 
 def test_drafters_without_confidences_are_chosen_for_by_cost_too(profiled: None, model: outrider.Model) -> None:

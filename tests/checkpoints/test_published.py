@@ -64,7 +64,7 @@ def test_auto_offers_what_a_dialect_reads() -> None:
     for repo in unread:
         found = published_by(repo)
         assert found is not None
-        with pytest.raises(ValueError, match=f"the drafter {repo} is not read here: "):
+        with pytest.raises(ValueError, match=f"the drafter {repo} cannot be read: "):
             fetch(found)
 
 

@@ -109,7 +109,7 @@ def test_a_directory_with_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rows[2] = {"messages": [said("x")], "source": "s"}
     folder = data_set(tmp_path / "chats", rows)
     data_set(tmp_path / "chats", rows[:1], "test")
-    with pytest.warns(UserWarning, match="1 of 5 rows passed over; the first: row 3: messages: no user message"):
+    with pytest.warns(UserWarning, match="1 of 5 rows .*row 3: messages: no user message"):
         found = load_prompts(folder)
     assert found == [Conversation(content_id((f"q{i}",), ()), (f"q{i}",)) for i in (0, 1, 3, 4)]
     assert load_prompts(f"hf:{folder}:test") == found[:1], "of the same content"
@@ -117,7 +117,7 @@ def test_a_directory_with_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sections = DataSection(prompts=[PromptSource(path=f"hf:{folder}", limit=2)])
     assert recipe_prompts(sections) == found[:2]
     other = data_set(tmp_path / "texts", [{"text": "a"}])
-    with pytest.raises(ValueError, match=r"has the columns text; conversations are looked for in messages, .*question"):
+    with pytest.raises(ValueError, match=r"has the columns text, .*messages, .*question"):
         load_prompts(other)
     (tmp_path / "blank").mkdir()
     (tmp_path / "blank" / "a.jsonl").write_text("{}\n")

@@ -155,7 +155,7 @@ def test_what_was_finished_inside_a_batch_is_kept(
     else:
         assert status == -signal.SIGKILL
     status, output = zygote.run(*args("out.jsonl"))
-    assert status == 0 and f"; {count} replies are there" in output, output
+    assert status == 0 and f"; {count} replies exist" in output, output
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
@@ -235,11 +235,11 @@ def test_prompts_without_ids_may_be_inserted_moved_repeated_and_removed(served: 
     first, _ = samples("one", "two", "three", "four")
     assert len(first) == 4
     more, said = samples("new", "four", "two", "one", "three")
-    assert "; 4 replies are there" in said, "nothing is asked again, whatever its place"
+    assert "; 4 replies exist" in said, "nothing is asked again, whatever its place"
     assert len(more) == 5 and first.items() <= more.items()
     (tmp_path / "responses.jsonl").unlink()
     again, said = samples("three", "new", "one", "four", "two")
-    assert again == more and "replies are there" not in said, "another order, the same responses"
+    assert again == more and "replies exist" not in said, "another order, the same responses"
     copied, _ = samples("two", "two", "one")
     assert len(copied) == 3 and {name: more[name] for name in copied if name in more} == {
         name: copied[name] for name in copied if not name.endswith("-2")

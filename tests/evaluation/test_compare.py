@@ -450,7 +450,7 @@ def test_a_lattice_of_another_length_scores_fewer_positions(more: dict[str, int]
         seen, source = SeenTokens(target.vocab_size), SeededSource(0)
         call = DraftCall(session, 5, SamplingParams(), seen=seen, source=source, limit=gamma, position=len(tokens) + 1)
         assert len(own.of_length(gamma).propose([call])[0].tokens) == gamma
-    with pytest.raises(ValueError, match="weights for each position"):
+    with pytest.raises(ValueError, match="block_size"):
         with_block_size(Checkpoint(weights, {}), module.config.block_size - 1)
 
 
@@ -485,8 +485,8 @@ def test_draft_costs_of_another_machine_are_refused_or_told() -> None:
 
 def test_drafters_are_named_before_the_target_is_loaded(run: Run) -> None:
     command = ("bench-drafters", "--target", "no/such-target")
-    check_error(run(*command, "a=ngram", "a=ngram@3"), "two drafters are called a; name them: NAME=CHOICE.")
-    check_error(run(*command, "ngram", "ngram"), "two drafters are called ngram; name them")
+    check_error(run(*command, "a=ngram", "a=ngram@3"), "two drafters have the name a")
+    check_error(run(*command, "ngram", "ngram"), "two drafters have the name ngram")
     check_error(run(*command, "a=lm:"), "write ngram, ngram@8")
     check_error(run(*command, "a=ngram", "--tree", "b=16"), "--tree 'b=16': no drafter is called 'b'; there are a.")
     check_error(run(*command, "a=ngram", "--tree", "16"), "--tree '16': no drafter is called '16'")

@@ -362,7 +362,7 @@ def test_what_evaluation_would_miss_is_found_before_training(run: Run, tmp_path:
     (tmp_path / "mine").mkdir()
     check_error(run("experiment", write(tmp_path, rows=rows(str(tmp_path / "mine")))), "row other")
     check_error(run("experiment", write(tmp_path, tasks=["tasks.jsonl", "maths.jsonl"])), "maths.jsonl")
-    check_error(run("experiment", write(tmp_path, tasks=["tasks.jsonl", "./tasks.jsonl"])), "two task files are called")
+    check_error(run("experiment", write(tmp_path, tasks=["tasks.jsonl", "./tasks.jsonl"])), "two task files")
     assert not (tmp_path / "out").exists()
     (tmp_path / "mine" / "config.json").touch()
     for drafter in (tmp_path / "mine", tmp_path / "out/two/seed-1/drafter", tmp_path / "out/two/seed-0/best"):

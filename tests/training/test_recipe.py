@@ -103,7 +103,7 @@ def test_overrides_of_top_nested_and_list_values(minimal: Path) -> None:
         (["optimizer.steps=0"], r"optimizer\.steps: .*greater than or equal to 1"),
         (["optimizer.steps=many"], r"optimizer\.steps: .*integer"),
         (["drafter.markov_head_type=lstm"], r"drafter\.markov_head_type: .*'vanilla', 'gated' or 'rnn'"),
-        (["drafter.algorithm=eagle"], r"drafter\.algorithm: 'eagle' is none of the drafters: dflash, dspark"),
+        (["drafter.algorithm=eagle"], r"drafter\.algorithm: .*'eagle'.*dflash, dspark"),
         (["data.prompts=[]"], "data: .*prompts .at least 1 source"),
         (["data.prompts=[{file: a}]"], r"data\.prompts\.0\.path: Field required"),
         (["data=null"], "data: "),

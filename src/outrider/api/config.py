@@ -1,4 +1,4 @@
-"""Settings of one answer. Read by `--help`, so nothing here imports PyTorch."""
+"""Settings of `outrider generate`. `--help` imports this file, so it does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from outrider.config import (
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSampling(Sampling):
-    """`Sampling` with another seed each time."""
+    """`Sampling` with a random seed by default."""
 
-    seed: Annotated[int | None, option(SAMPLING, "of random numbers; another one each time by default")] = None
+    seed: Annotated[int | None, option(SAMPLING, "of random numbers; random by default")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(Config):
-    """An answer to a prompt: `outrider.load` and `Model.stream`."""
+    """Options of `outrider generate`: arguments of `outrider.load` and `Model.stream`."""
 
     prompt: Annotated[str, argument("what to answer")]
     target: TargetName = SMOLLM2
@@ -60,16 +60,18 @@ class GenerateConfig(Config):
     machine: Machine = Machine()
 
     def check(self) -> None:
-        if any("\ud800" <= character <= "\udfff" for character in self.prompt):  # how Python shows other bytes
+        if any(
+            "\ud800" <= character <= "\udfff" for character in self.prompt
+        ):  # Python decodes invalid bytes to surrogates
             raise ValueError("the prompt is not UTF-8 text.")
         if not self.prompt.strip():
             raise ValueError("the prompt is empty: give at least one word to answer.")
         if self.raw and self.thinking:
-            raise ValueError("--thinking asks the chat template for it, and --raw has none: leave one of them out.")
+            raise ValueError("--thinking needs the chat template, which --raw leaves out: drop one of them.")
         check_tree(self.tree, self.confidence_threshold)
 
     def options(self) -> dict[str, Any]:
-        """Keywords of `Model.stream`."""
+        """Return the keywords of `Model.stream`."""
         return {
             "raw": self.raw,
             "thinking": self.thinking,

@@ -1,16 +1,16 @@
-"""Which drafter decodes: `--drafter CHOICE`, and `outrider.load(MODEL, CHOICE)`.
+"""Choose and open the drafter of `--drafter CHOICE` and `outrider.load(MODEL, CHOICE)`.
 
-auto                      a drafter of the target, or else of its base model (outrider models): see `drafters_for`
+auto                      a drafter for the target, or else for its base model (outrider models): see `drafters_for`
 none                      plain decoding
-DIR                       a trained drafter (a directory of one of these names is ./NAME), or the packaged one
-MAKER/NAME                one of those that `outrider models` lists, downloaded
-ngram[@GAMMA]             copies from the text so far; nothing is trained or loaded
-hybrid[:DIR_OR_NAME]      a trained drafter, by default that of auto, and copies from the text so far: in each round
-                          what promises more
+DIR                       a trained drafter (write ./NAME for a directory with one of these names), or a packaged one
+MAKER/NAME                a published drafter from `outrider models`, downloaded
+ngram[@GAMMA]             prompt lookup in the text so far, without training
+hybrid[:DIR_OR_NAME]      a trained drafter, by default that of auto, or prompt lookup: each round uses the one with
+                          the higher acceptance estimate
 lm:ID_OR_DIR[@GAMMA]      a smaller language model with the target's tokenizer
 
-A choice is read before the target is loaded, so that a mistake costs nothing, and opened afterwards; for
-`--backend mlx` by the functions at the end of this file, which import MLX when it is asked for, not before.
+A choice is parsed before the target is loaded, so that errors come early, and opened after it. The functions at the end
+of this file open it for `--backend mlx`; only they import MLX.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _UNTRAINED = re.compile(r"(?:(?P<ngram>ngram)|lm:(?P<model>[^@].*?))(?:@(?P<gamm
 
 
 def recommended_threshold(metadata: Mapping[str, Any]) -> float | None:
-    """The confidence threshold a drafter was found to serve best with (`outrider package` stores it)."""
+    """Return the confidence threshold with which a drafter serves best (stored by `outrider package`)."""
     return metadata.get("recommended", {}).get("confidence_threshold")
 
 
 @dataclass(frozen=True)
 class OpenedDrafter:
-    """A drafter ready to serve, as results name it.
+    """A drafter ready to serve, with its name in results.
 
-    `parameters` are its own, not the target's; `metadata` is its outrider.json, {} where there is none. `tree`: what
-    was asked of its trees, None where it drafts chains.
+    `parameters` excludes the target's; `metadata` is outrider.json, {} if there is none. `tree`: size of its draft
+    trees, None if it drafts chains.
     """
 
     drafter: Drafter
@@ -63,7 +63,7 @@ class OpenedDrafter:
     tree: TreeSize | None = None
 
     def info(self, label: str | None = None) -> DrafterInfo:
-        """Who drafts, for results and comparisons; called `label`, or as its algorithm and the shape of its trees."""
+        """Describe the drafter for results, under `label` or its algorithm and tree shape."""
         from outrider.checkpoints.describe import DrafterInfo, TrainingInfo
         from outrider.drafters.base import draft_slots
 
@@ -81,16 +81,16 @@ class OpenedDrafter:
 
     @property
     def recommended_threshold(self) -> float | None:
-        """See the function of this name."""
+        """Confidence threshold with which it serves best, if known."""
         return recommended_threshold(self.metadata)
 
 
 @dataclass(frozen=True)
 class DrafterChoice:
-    """What `--drafter` says. `where`: directory or model, "" for ngram; `gamma` None: the drafter's own.
+    """A parsed `--drafter`. `where`: directory or model, "" for ngram; `gamma` None: the drafter's default.
 
-    `hybrid`: with copies from the text so far beside the directory's drafter. `repo`: whence the directory was
-    downloaded; `base`: whom it was made for, where that is not the target.
+    `hybrid`: whether prompt lookup complements the directory's drafter. `repo`: repository that the directory was
+    downloaded from; `base`: model that it was made for, if that is not the target.
     """
 
     kind: Literal["directory", "ngram", "lm"]
@@ -102,7 +102,7 @@ class DrafterChoice:
 
     @property
     def knows_thinking(self) -> bool | None:
-        """Whether the texts it was trained on had thinking in them; None: not known, or nothing was trained."""
+        """Whether its training texts contained thinking; None if unknown or not trained."""
         from outrider.checkpoints.checkpoint import read_metadata
         from outrider.checkpoints.published import published_by
 
@@ -115,7 +115,7 @@ class DrafterChoice:
 
     @property
     def directory(self) -> Path | None:
-        """Of a trained drafter, None for the others."""
+        """Directory of a trained drafter; None for other kinds."""
         return Path(self.where) if self.kind == "directory" else None
 
     def open(
@@ -125,16 +125,16 @@ class DrafterChoice:
         tree: TreeSize | None = None,
         library: Library | None = None,
     ) -> OpenedDrafter:
-        """Ready to draft for `target`.
+        """Open the drafter for `target`.
 
         Args:
-            block_size: rows of a block drafter's blocks, if not as trained.
-            tree: draft trees of that size.
-            library: texts that a hybrid may copy from, beside the request's own.
+            block_size: block size of a block drafter; None: as trained.
+            tree: size of draft trees; None: chains.
+            library: texts for prompt lookup by a hybrid, besides the request's text.
 
         Raises:
-            ValueError: no drafter or model there, it does not fit the target, or it has no such blocks, trees or
-                copies.
+            ValueError: the drafter does not exist, does not fit the target, or does not support the block size, trees
+                or lookup.
         """
         from outrider.checkpoints.checkpoint import load_checkpoint, with_block_size
         from outrider.drafters.language_model import StandaloneConfig, StandaloneDrafter
@@ -142,7 +142,7 @@ class DrafterChoice:
         from outrider.target.model import load_target
 
         if library is not None and not self.hybrid:
-            raise ValueError("other texts are copied beside a trained drafter: choose hybrid, or hybrid:DIR_OR_NAME.")
+            raise ValueError("lookup in other texts needs a hybrid drafter: choose hybrid, or hybrid:DIR_OR_NAME.")
         if self.kind == "directory":
             checkpoint = load_checkpoint(self.where, num_target_layers=target.num_layers)
             if block_size is not None:
@@ -171,27 +171,27 @@ class DrafterChoice:
         try:
             model = load_target(self.where, target.dtype, target.device)
             small = StandaloneDrafter(model, target, gamma)
-        except ValueError as error:  # what loading says would be taken for the target's
+        except ValueError as error:  # otherwise the message would seem to be about the target
             raise ValueError(f"--drafter lm:{self.where}: {error}") from error
         parameters = sum(parameter.numel() for parameter in model.model.parameters())
         return OpenedDrafter(small, f"lm:{self.where}@{gamma}", "lm", parameters=parameters)
 
     def open_ngram(self) -> OpenedDrafter:
-        """A drafter that copies from the text so far, for any target."""
+        """Open prompt lookup in the text so far, for any target."""
         from outrider.drafters.ngram import NgramConfig, NgramDrafter
 
         config = NgramConfig() if self.gamma is None else NgramConfig(self.gamma)
         return OpenedDrafter(NgramDrafter(config), f"ngram@{config.gamma}", "ngram", parameters=0)
 
     def speculation(self, engine: ExternalEngine, target: str, file: str | None = None) -> Speculation:
-        """As `engine` is told of it, with as many drafts as it makes.
+        """Describe the drafter and its draft length for an external engine.
 
         Args:
-            target: says how deep it is where the drafter's config.json does not.
-            file: given to the engine instead of the drafter's directory.
+            target: provides the number of layers if the drafter's config.json does not.
+            file: file to give to the engine instead of the drafter's directory.
 
         Raises:
-            ValueError: not a drafter, or not one that the engine loads as it is.
+            ValueError: it is no drafter, or the engine cannot load it without export.
         """
         from outrider.backends.base import Speculation
         from outrider.backends.export import embedding_factor
@@ -202,7 +202,9 @@ class DrafterChoice:
         from outrider.target.model import count_layers
 
         if self.hybrid:
-            raise ValueError(f"{engine.name} has no hybrid drafters: give the trained one ({self.where}), or ngram.")
+            raise ValueError(
+                f"{engine.name} has no hybrid drafters: give the trained drafter ({self.where}), or ngram."
+            )
         if self.kind == "ngram":
             return Speculation("ngram", self.gamma or NgramConfig.gamma)
         if self.directory is None:
@@ -212,7 +214,7 @@ class DrafterChoice:
         try:
             if file is None and not engine.gguf:
                 engine.check_loads(parts, read_config(self.directory)[1], embedding_factor(target))
-            elif parts.algorithm in engine.exports():  # what --engine-drafter names was made of it
+            elif parts.algorithm in engine.exports():  # --engine-drafter names an export of it
                 engine.limits(parts, embedding_factor(target))
         except ValueError as error:
             raise ValueError(f"--launch with the drafter {self.directory}: {engine.name}: {error}") from error
@@ -229,13 +231,13 @@ def _branched(module: DraftModule, served: Any, size: TreeSize) -> Drafter:
 
 
 def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterChoice | None:
-    """What `--drafter` means for a target's id or directory; None: plain decoding.
+    """Parse `--drafter` for a target's id or directory; None: plain decoding.
 
     Args:
-        thinking: whether the responses will have it; `auto` then prefers a drafter that was not made without.
+        thinking: whether responses will think; `auto` then avoids drafters trained without thinking.
 
     Raises:
-        ValueError: half a choice, as `lm:` without a model, or a published drafter that cannot be had.
+        ValueError: the choice is incomplete (`lm:` without a model), or a published drafter cannot be downloaded.
     """
     from outrider.checkpoints.published import published_by
 
@@ -250,8 +252,8 @@ def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterC
         return DrafterChoice("ngram" if untrained["ngram"] else "lm", untrained["model"] or "", gamma)
     if re.match("(ngram|lm)([:@]|$)", choice):
         raise ValueError(
-            f"--drafter {choice}: write ngram, ngram@8, lm:ID_OR_DIR or lm:ID_OR_DIR@4, the number being the draft "
-            f"length; a directory of that name is ./{choice}."
+            f"--drafter {choice}: write ngram, ngram@8, lm:ID_OR_DIR or lm:ID_OR_DIR@4 (with a draft length); write "
+            f"./{choice} for a directory of that name."
         )
     directory = packaged(choice, "models")
     if not directory.is_dir() and (entry := published_by(choice)) is not None:
@@ -260,42 +262,42 @@ def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterC
 
 
 def _beside_copies(choice: str, target: str, thinking: bool) -> DrafterChoice:
-    """What `hybrid` and `hybrid:DIR_OR_NAME` mean."""
+    """Parse `hybrid` and `hybrid:DIR_OR_NAME`."""
     trained = choose_drafter(choice.removeprefix(HYBRID).removeprefix(":") or AUTO, target, thinking)
     if trained is None:
         raise ValueError(
-            f"--drafter {choice}: no trained drafter for {target} that copies could be taken beside: use ngram, which "
-            f"needs none, or {HOW_TO_TRAIN}."
+            f"--drafter {choice}: there is no trained drafter for {target}: use ngram, which needs none, or "
+            f"{HOW_TO_TRAIN}."
         )
     if trained.directory is None or trained.hybrid:
         raise ValueError(
-            f"--drafter {choice}: write hybrid, or hybrid:DIR_OR_NAME with a trained drafter; a directory of that name "
-            f"is ./{choice}."
+            f"--drafter {choice}: write hybrid, or hybrid:DIR_OR_NAME with a trained drafter; write ./{choice} for a "
+            "directory of that name."
         )
     return replace(trained, hybrid=True)
 
 
 def _best_offer(target: str, thinking: bool) -> DrafterChoice | None:
-    """What `auto` means; a line on standard error says so where the drafter was made for another model."""
+    """Choose the drafter of `auto`; print a line to standard error if it was made for another model."""
     from outrider.checkpoints.published import drafters_for
 
     say = partial(Terminal(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
-    refused = set()
+    reported = set()
     for offer in drafters_for(target, thinking):
         relation = offer.relation(target)
         if offer.misfit:
-            if relation not in refused:
+            if relation not in reported:
                 say(relation)
-            refused.add(relation)
+            reported.add(relation)
             continue
         if isinstance(offer.drafter, Path):
-            found = DrafterChoice("directory", str(offer.drafter))
+            choice = DrafterChoice("directory", str(offer.drafter))
         else:
-            found = _downloaded(offer.drafter)
+            choice = _downloaded(offer.drafter)
         if not relation:
-            return found
-        say(f"{relation}: drafter {found.repo or found.where}")
-        return replace(found, base=offer.made_for)
+            return choice
+        say(f"{relation}: drafter {choice.repo or choice.where}")
+        return replace(choice, base=offer.made_for)
     return None
 
 
@@ -306,80 +308,79 @@ def _downloaded(entry: Published) -> DrafterChoice:
 
 
 def require_drafter(choice: str, target: str, thinking: bool = False) -> DrafterChoice:
-    """`choose_drafter` where there must be one.
+    """Call `choose_drafter` and require a drafter.
 
     Raises:
-        ValueError: there is none, or no such target.
+        ValueError: there is no drafter, or the target does not exist.
     """
     from outrider.target.hub import check_id
 
-    found = choose_drafter(choice, target, thinking)
-    if found is None:
+    drafter = choose_drafter(choice, target, thinking)
+    if drafter is None:
         check_id(target)
         raise ValueError(
             f"--drafter {choice}: no drafter for {target}. Give its directory, put it into models/, use ngram or "
             f"lm:SMALLER_MODEL, or {HOW_TO_TRAIN}."
         )
-    return found
+    return drafter
 
 
 def split_label(argument: str) -> tuple[str, str]:
-    """`NAME=WHERE` -> (NAME, WHERE), or ("", WHERE) without a name; the name of a directory may contain a `=`."""
+    """Split `NAME=WHERE` into (NAME, WHERE), ("", WHERE) without a name; an existing directory may contain `=`."""
     name, sign, where = argument.partition("=")
     return (name, where) if sign and not Path(argument).is_dir() else ("", argument)
 
 
 def name_drafters(arguments: Sequence[str]) -> dict[str, str]:
-    """{name: choice} of `NAME=CHOICE`; a choice without a name is its own.
+    """Parse arguments `NAME=CHOICE` into {name: choice}; without a name the choice is the name.
 
     Raises:
-        ValueError: one name for two.
+        ValueError: two drafters have the same name.
     """
     pairs = [(label or choice, choice) for label, choice in map(split_label, arguments)]
     names = [name for name, _ in pairs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two drafters are called {', '.join(twice)}; name them: NAME=CHOICE.")
+        raise ValueError(f"two drafters have the name {', '.join(twice)}: give each its own, NAME=CHOICE.")
     return dict(pairs)
 
 
 def warn_of_thinking(choice: DrafterChoice, thinking: bool) -> None:
-    """Say what it costs to think with a drafter that has never seen it."""
+    """Warn if responses will think and the drafter was trained without thinking."""
     if thinking and choice.knows_thinking is False:
         warnings.warn(
-            f"the drafter {choice.repo or choice.where} was trained on responses without thinking, and reasoning is "
-            "text unlike them: fewer drafts are accepted, while every rejected one costs its draft and its "
-            "verification. Output stays the target's. Compare the accepted length with and without --thinking; to win "
-            "it back, go on training with thinking: true in the recipe's data.",
+            f"the drafter {choice.repo or choice.where} was trained on responses without thinking, so fewer drafts will "
+            "be accepted; the output stays the target's. Compare the accepted length with and without --thinking; to "
+            "raise it, continue training with data.thinking=true.",
             stacklevel=2,
         )
 
 
 def require_directory(choice: str, target: str) -> Path:
-    """The directory of a trained drafter.
+    """Return the directory of a trained drafter that results may be stored in.
 
     Raises:
-        ValueError: there is none, this choice has none, or it is the package's own.
+        ValueError: there is no drafter, the choice has no directory, or it is the package's or another model's.
     """
-    found = require_drafter(choice, target)
-    if found.directory is None:
-        raise ValueError(f"--drafter {choice} has no directory to store anything in: give a trained drafter.")
-    if found.hybrid:
-        raise ValueError(f"--drafter {choice}: give the trained drafter itself, {found.where}.")
-    if found.base is not None:
+    drafter = require_drafter(choice, target)
+    if drafter.directory is None:
+        raise ValueError(f"--drafter {choice} has no directory to store results in: give a trained drafter.")
+    if drafter.hybrid:
+        raise ValueError(f"--drafter {choice}: give the trained drafter itself, {drafter.where}.")
+    if drafter.base is not None:
         raise ValueError(
-            f"--drafter {choice} is {found.where}, made for {found.base}: copy it (cp -r {found.where} mine) and give "
-            f"--drafter mine, or what is found for {target} would be stored in it."
+            f"--drafter {choice} is {drafter.where}, made for {drafter.base}, and must not store results for {target}: "
+            f"copy it (cp -r {drafter.where} mine) and give --drafter mine."
         )
-    if name_of(found.directory) != str(found.directory):
+    if name_of(drafter.directory) != str(drafter.directory):
         raise ValueError(
             f"--drafter {choice} came with the package: copy it (outrider package {choice} --out mine) and give "
-            "--drafter mine, or what is found would be stored in the package."
+            "--drafter mine, because results must not be stored in the package."
         )
-    return found.directory
+    return drafter.directory
 
 
 def load_for_mlx(target: str) -> MLXTarget:
-    """The target, on MLX's default device.
+    """Load the target on MLX's default device.
 
     Raises:
         ValueError: MLX is not installed, or it cannot load this model.
@@ -395,10 +396,10 @@ def load_for_mlx(target: str) -> MLXTarget:
 def open_for_mlx(
     choice: DrafterChoice, target: MLXTarget, block_size: int | None = None, tree: TreeSize | None = None
 ) -> OpenedDrafter:
-    """What `--drafter` says, drafting for a target of MLX.
+    """Open the drafter of `--drafter` for an MLX target.
 
     Raises:
-        ValueError: a drafter that MLX does not run, or one made for another target.
+        ValueError: MLX does not support the drafter, or it was made for another target.
     """
     from outrider.backends.mlx.drafter import MLXDrafter
     from outrider.checkpoints.checkpoint import load_checkpoint
@@ -406,7 +407,7 @@ def open_for_mlx(
     if block_size is not None or tree is not None:
         raise ValueError("--backend mlx drafts chains of the trained block size: leave --block-size and --tree out.")
     if choice.hybrid:
-        raise ValueError(f"--backend mlx has no hybrid drafters: give the trained one ({choice.where}), or ngram.")
+        raise ValueError(f"--backend mlx has no hybrid drafters: give the trained drafter ({choice.where}), or ngram.")
     if choice.kind == "directory":
         checkpoint = load_checkpoint(choice.where, num_target_layers=target.num_layers)
         module = checkpoint.weights.module
@@ -427,5 +428,5 @@ def open_for_mlx(
 
 
 def mlx_versions() -> dict[str, str]:
-    """Versions of the packages that results of this backend depend on besides our own."""
+    """Return the versions of the MLX packages that results depend on."""
     return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm")}

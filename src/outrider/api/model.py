@@ -1,9 +1,9 @@
-"""`outrider.load`: a target and its drafter as one object that answers prompts, as `outrider generate` does.
+"""Load a target with its drafter and answer prompts: `outrider.load`, as `outrider generate` uses it.
 
     model = outrider.load("HuggingFaceTB/SmolLM2-135M-Instruct")
     print(model.generate("Name three rivers."))
 
-A prompt is a text (one user turn), chat messages, or token ids; a list of prompts is a batch.
+A prompt is a text (a user turn), chat messages, or token ids; a list of prompts is a batch.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 class Response:
     """A whole response; `str()` of it is its text.
 
-    `rounds`: forwards of the target that gave tokens. `seconds`: from the call to the last token, prefill included; in
-    a batch others were decoded meanwhile. `seed`: what it was sampled with, drawn where none was given. `error`: of a
-    batch, what ended this one, where `finish` is "error"; the text so far is kept. `trace`: of every round, if asked.
+    `rounds`: forwards of the target that gave tokens. `seconds`: from the call to the last token, prefill included; a
+    batch is decoded together. `seed`: seed of the sampling, drawn if none was given. `error`: the error of a request in
+    a batch if `finish` is "error"; the text so far is kept. `trace`: every round, if requested.
     """
 
     text: str
@@ -77,7 +77,7 @@ class Response:
 
     @property
     def accepted_length(self) -> float:
-        """Tokens per round, the target's own included (tau); 1 in plain decoding, 0 without any token."""
+        """Tokens per round, including the target's (tau); 1 in plain decoding, 0 without any token."""
         return len(self.tokens) / max(1, self.rounds)
 
     def __str__(self) -> str:
@@ -93,23 +93,22 @@ class Model:
 
     Keywords of `stream` and `generate`:
 
-        max_new_tokens        of one response; 256
-        stop                  a text that ends the response, or several
+        max_new_tokens        maximum tokens of a response; 256
+        stop                  one or several texts that end the response
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, coupled
                               see SamplingParams; greedy by default
-        json_schema           a schema that the response follows: a mapping, its text, or a class of pydantic's
+        json_schema           schema of the response: a mapping, its text, or a pydantic class
         regex, choice, grammar
-                              or an expression, several texts, a grammar; see StructuredOutput
-        thinking              ask the chat template for it; False
+                              or a regular expression, a list of texts, a grammar; see StructuredOutput
+        thinking              switch on thinking in the chat template; False
         tools                 JSON schemas, for chat templates that know them
-        raw                   continue the text, without chat template; False
-        confidence_threshold  verify drafts while so confident; None: see `scheduling`
-        policy                who drafts, and how many drafts are verified; None: see `scheduling`
-        typical               a lossy rule (TypicalAcceptance); None: the output is distributed as the target's
-        trace                 tell of every round where its tokens come from (RoundTrace); False
+        raw                   continue the text without the chat template; False
+        confidence_threshold  verify the longest prefix with confidences >= this; None: see `scheduling`
+        policy                decides which requests draft and how many drafts are verified; None: see `scheduling`
+        typical               a lossy rule (TypicalAcceptance); None: lossless, the target's distribution
+        trace                 record the origin of every round's tokens (RoundTrace); False
 
-    `say` is told in a line before step costs are measured, which is done once for a machine; None: the logger
-    `outrider`.
+    `say` is called with a line before step costs are measured, once per machine; None: the logger `outrider`.
     """
 
     target: DecodingTarget
@@ -118,40 +117,37 @@ class Model:
 
     @cached_property
     def scheduling(self) -> Scheduling:
-        """How much is drafted and verified where a call does not say: see `choose_scheduling`."""
+        """Default policy of calls without `policy` or `confidence_threshold`: see `choose_scheduling`."""
         return choose_scheduling(self.target, self.drafter, self.say)
 
     @cached_property
     def _scheduler_states(self) -> list[tuple[int, SchedulerState]]:
-        """What requests have taught so far, for the next one, and how many they were.
-
-        Empty before the first, and while one is under way.
-        """
+        """(number of requests, learned state) of earlier requests; empty before the first and while one runs."""
         return []
 
     @contextmanager
     def _with_scheduler_state(self, requests: Sequence[Request], chosen: Scheduling) -> Iterator[SchedulerState | None]:
-        """What earlier requests taught, to be used and added to.
+        """Lend the state learned from earlier requests; the block updates it.
 
-        None where a seed has to give the same tokens again, and where costs do not decide: what is learned under a
-        threshold says nothing about drafts that it would have ended.
+        It is None if a seed must reproduce the same tokens, or if the policy does not weigh costs: data gathered under
+        a threshold says nothing about drafts beyond it.
         """
         if not chosen.costs or not all(request.params.fixed_text for request in requests):
             yield None
             return
         try:
             earlier, scheduler_state = self._scheduler_states.pop()
-        except IndexError:  # the first request, or one beside another
+        except IndexError:  # the first request, or another one is running
             earlier, scheduler_state = 0, SchedulerState.of(None if self.drafter is None else self.drafter.drafter)
         try:
             yield scheduler_state
-        finally:  # a request that ran beside this one may have put back what fewer or more have taught
+        finally:  # a concurrent request may have returned a state of fewer or more requests: keep the larger
             candidates = [*self._scheduler_states, (earlier + len(requests), scheduler_state)]
             self._scheduler_states[:] = [max(candidates, key=itemgetter(0))]
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """Compiles what responses must follow."""
+        """Compiler of grammars for structured responses."""
         return GrammarCompiler(self.target)
 
     def __repr__(self) -> str:
@@ -167,12 +163,12 @@ class Model:
         typical: TypicalAcceptance | None = None,
         **options: Any,
     ) -> Iterator[Output]:
-        """Answer one prompt; a chunk with text and tokens per round. Keywords: see the class.
+        """Answer one prompt; yield text and tokens of each round. Keywords: see the class.
 
         Raises:
-            ValueError: an empty prompt or one that does not fit the target's context, a keyword out of its range, or a
-                threshold beside a policy.
-            TypeError: no such keyword.
+            ValueError: the prompt is empty or exceeds the target's context, a keyword is out of range, or both a
+                threshold and a policy are given.
+            TypeError: a keyword is unknown.
         """
         request, chosen = self._request(prompt, **options), self._scheduling(confidence_threshold, policy)
         return self._chunks(request, chosen, typical)
@@ -186,8 +182,8 @@ class Model:
     def generate(self, prompt: Any, **options: Any) -> Response | list[Response]:
         """Answer one prompt, or a list of prompts together. Keywords: see the class.
 
-        A batch is decoded by `Engine`, prompt i with `seed + i` where a seed is given; one by one where that cannot be
-        (`typical`, MLX, targets whose rotation depends on the longest text of a batch).
+        `Engine` decodes a batch, prompt i with `seed + i` if a seed is given. With `typical`, with MLX, and for targets
+        whose rotary embeddings depend on the longest text of a batch, prompts are decoded one by one.
 
         Raises:
             ValueError, TypeError: see `stream`.
@@ -197,12 +193,14 @@ class Model:
         seed = options.pop("seed", None)
         seeds = [None if seed is None else seed + i for i in range(len(prompt))]
         if options.get("typical") is not None or not isinstance(self.target, Target) or not batches(self.target.config):
-            return [self._generate(one, seed=own, **options) for one, own in zip(prompt, seeds, strict=True)]
+            return [
+                self._generate(item, seed=item_seed, **options) for item, item_seed in zip(prompt, seeds, strict=True)
+            ]
         chosen = self._scheduling(*(options.pop(name, None) for name in ("confidence_threshold", "policy")))
         options.pop("typical", None)
         requests = [
-            self._request(one, id=str(number), seed=own, **options)
-            for number, (one, own) in enumerate(zip(prompt, seeds, strict=True))
+            self._request(item, id=str(number), seed=item_seed, **options)
+            for number, (item, item_seed) in enumerate(zip(prompt, seeds, strict=True))
         ]
         return self._together(self.target, requests, chosen)
 
@@ -216,15 +214,16 @@ class Model:
         top_p: float = 1.0,
         top_k: int = 0,
     ) -> Tensor:
-        """The call of `spec_generate` of z-lab's dflash drafters: prompt and response ids [1, T] from `input_ids`.
+        """Replace `spec_generate` of z-lab's dflash drafters: return prompt and response ids [1, T].
 
         Args:
-            target: the transformers model that dflash decodes with. Here the loaded target does: it is only compared.
-            stop_token_ids: None: the response has `max_new_tokens`, as there.
-            temperature: above 0 the draws follow `torch.manual_seed`, as there, but are not the same.
+            target: the transformers model that dflash decodes with; only its shapes are compared with the loaded
+                target, which decodes.
+            stop_token_ids: None: the response has `max_new_tokens` tokens, as in dflash.
+            temperature: above 0 the seed follows `torch.manual_seed`, as in dflash, but the tokens differ.
 
         Raises:
-            ValueError: `input_ids` is not [1, T], or `target` is of another shape than the loaded one.
+            ValueError: `input_ids` is not [1, T], or `target` has other shapes than the loaded one.
         """
         if input_ids is None or input_ids.shape[0] != 1 or input_ids.dim() != 2:
             raise ValueError("input_ids must be the tokens of one prompt, of shape [1, T].")
@@ -233,8 +232,8 @@ class Model:
             for name, ours in (("vocab_size", self.target.vocab_size), ("hidden_size", self.target.hidden_size)):
                 if getattr(theirs, name) != ours:
                     raise ValueError(
-                        f"target has {name} {getattr(theirs, name)}, {self.target.name}, which was loaded, has {ours}: "
-                        "load the drafter for that target."
+                        f"target has {name} {getattr(theirs, name)}, the loaded {self.target.name} has {ours}: load "
+                        "the drafter for that target."
                     )
         params = SamplingParams(
             temperature=temperature, top_p=top_p, top_k=top_k, seed=int(torch.randint(2**32, ())) if temperature else 0
@@ -263,7 +262,7 @@ class Model:
     ) -> Request:
         if unknown := next((name for name in sampling if name not in _SAMPLING), None):
             near = get_close_matches(unknown, [*_SAMPLING, *signature(self._request).parameters], n=1)
-            hint = f"did you mean {near[0]}?" if near else "see outrider.Model for those that there are."
+            hint = f"did you mean {near[0]}?" if near else "see outrider.Model for the keywords."
             raise TypeError(f"there is no keyword {unknown}; {hint}")
         params = SamplingParams(**sampling)
         if not _is_prompt(prompt):
@@ -285,9 +284,9 @@ class Model:
             turn = prompt if isinstance(prompt, str) else tuple({"content": "", **message} for message in prompt)
             tokens = render(tokenizer, [turn], [], tools=tools, thinking=thinking)
         compiled = None
-        if any(one is not None for one in (json_schema, regex, choice, grammar)):
-            wanted = StructuredOutput(json=json_schema, regex=regex, choice=choice, grammar=grammar)
-            compiled = self.grammars.compile(wanted)
+        if any(form is not None for form in (json_schema, regex, choice, grammar)):
+            output = StructuredOutput(json=json_schema, regex=regex, choice=choice, grammar=grammar)
+            compiled = self.grammars.compile(output)
         return Request(id, tokens, params, rules=rules, grammar=compiled, trace=trace)
 
     def _scheduling(self, threshold: float | None, policy: Policy | None) -> Scheduling:
@@ -295,7 +294,7 @@ class Model:
             return self.scheduling
         if threshold is not None:
             if policy is not None:
-                raise ValueError("confidence_threshold is a policy of its own: leave out policy.")
+                raise ValueError("confidence_threshold and policy exclude each other: leave one of them out.")
             policy = ThresholdPolicy(threshold)
         return given(policy or FixedPolicy())
 
@@ -324,16 +323,16 @@ class Model:
         drafter = None if self.drafter is None else self.drafter.drafter
         config = config_for(requests, draft_slots(drafter))
         outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
-        found: dict[str, Response] = {}
+        responses: dict[str, Response] = {}
         with self._with_scheduler_state(requests, chosen) as scheduler_state:
             engine = Engine(target, drafter, chosen.policy, config=config, scheduler_state=scheduler_state)
-            # Closed also where it is interrupted: ids must not stay in what is learned, the next batch has the same.
+            # Close it even when interrupted: the learned state must not keep request ids, which the next batch reuses.
             with closing(engine.run(requests)) as steps:
                 for output in chain.from_iterable(steps):
                     outputs[output.id].append(output)
                     if output.finish is not None:
-                        found[output.id] = _response(outputs[output.id], time.perf_counter() - started)
-        return [found[request.id] for request in requests]
+                        responses[output.id] = _response(outputs[output.id], time.perf_counter() - started)
+        return [responses[request.id] for request in requests]
 
 
 def load(
@@ -352,19 +351,19 @@ def load(
 
     Args:
         model: id or directory of the target.
-        drafter: as `--drafter` takes it: auto, hybrid, a directory or name, ngram, lm:MODEL, "none"; or None.
-        device: auto (CUDA where there is one), cpu, cuda, ...; float32 on a CPU, bfloat16 elsewhere.
-        thinking: whether responses will think: `auto` then prefers a drafter that has seen it.
-        tree: draft trees of this size ("16"), for methods that have them.
+        drafter: a value of `--drafter`: auto, hybrid, a directory or name, ngram, lm:MODEL, "none"; or None.
+        device: auto (CUDA if available), cpu, cuda, ...; float32 on a CPU, bfloat16 elsewhere.
+        thinking: whether responses will think; `auto` then prefers a drafter that was trained on thinking.
+        tree: size of draft trees ("16"), for methods that support them.
         backend: local (PyTorch) or mlx.
-        lookup: UTF-8 text files that a hybrid may copy from, beside the request's own text.
-        lookup_responses: and so many tokens of the latest responses to other requests: 0 for none, or at least 8. The
-            speed of an answer then tells whether its text is among them. Requests that sample with a given seed do not
-            copy them, unless they are coupled: their random numbers may have drawn them.
+        lookup: UTF-8 text files for prompt lookup by a hybrid, besides the request's text.
+        lookup_responses: tokens of the latest responses to other requests for prompt lookup: 0, or at least 8. The
+            speed of an answer then reveals whether its text is among them. Requests that sample with a given seed
+            do not use them unless coupled, because the seed may have drawn those responses.
         say: see `Model`.
 
     Raises:
-        ValueError: no such model or drafter, or they do not fit each other.
+        ValueError: the model or drafter does not exist, or they do not fit each other.
     """
     model = str(model)
     choice = choose_drafter(str(drafter), model, thinking) if isinstance(drafter, (str, Path)) else drafter
@@ -373,17 +372,17 @@ def load(
         warn_of_thinking(choice, thinking)
     elif drafter == AUTO:
         warnings.warn(f"no drafter for {model}, so decoding is plain; {HOW_TO_TRAIN}.", stacklevel=2)
-    copies = bool(lookup) or lookup_responses != 0
-    if copies and choice is None:
-        raise ValueError("plain decoding copies nothing: choose a hybrid drafter, or give no texts to copy from.")
-    if copies and backend == "mlx":
-        raise ValueError("backend mlx copies from no other texts: use the local backend, or give none to copy from.")
+    looks_up = bool(lookup) or lookup_responses != 0
+    if looks_up and choice is None:
+        raise ValueError("lookup needs a hybrid drafter, not plain decoding: choose one, or leave lookup out.")
+    if looks_up and backend == "mlx":
+        raise ValueError("lookup is not supported by backend mlx: use the local backend, or leave lookup out.")
     if backend == "mlx":
         target: Any = load_for_mlx(model)
         opened = None if choice is None else open_for_mlx(choice, target, tree=size)
     else:
         target = load_target(model, default_dtype(device), device)
-        library = _library(target, lookup, lookup_responses) if copies else None
+        library = _library(target, lookup, lookup_responses) if looks_up else None
         opened = None if choice is None else choice.open(target, tree=size, library=library)
     return Model(target, opened, say)
 
@@ -394,27 +393,27 @@ def _library(target: Target, files: Sequence[str | Path], responses: int) -> Lib
         try:
             text = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} is no UTF-8 text that can be read ({error}).") from error
+            raise ValueError(f"lookup: {file} is not readable UTF-8 text ({error}).") from error
         if target.tokenizer is None:
-            raise ValueError(f"{target.name} has no tokenizer, so no text can be looked up.")
+            raise ValueError(f"lookup needs a tokenizer, and {target.name} has none: leave lookup out.")
         documents.append(target.tokenizer(text, add_special_tokens=False)["input_ids"])
     return Library(documents, responses)
 
 
 def _is_batch(prompt: Any) -> bool:
-    """Whether these are several prompts: neither a text, nor messages, nor token ids."""
+    """Return whether this is a list of prompts: neither a text, nor messages, nor token ids."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return False
     return not (prompt and isinstance(prompt[0], (Integral, dict)))
 
 
 def _is_prompt(prompt: Any) -> bool:
-    """Whether it is a text, messages, or token ids."""
+    """Return whether this is a text, messages, or token ids."""
     if isinstance(prompt, str):
         return True
     if not isinstance(prompt, Sequence):
         return False
-    return all(isinstance(one, Integral) or (isinstance(one, Mapping) and "role" in one) for one in prompt)
+    return all(isinstance(item, Integral) or (isinstance(item, Mapping) and "role" in item) for item in prompt)
 
 
 def _response(parts: Sequence[Output], seconds: float) -> Response:

@@ -1,1 +1,1 @@
-"""Drafters on disk, in every dialect."""
+"""Reads and writes drafters on disk, in every dialect."""

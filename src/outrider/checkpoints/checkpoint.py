@@ -1,14 +1,14 @@
-"""A drafter on disk: config.json and model.safetensors in its dialect, outrider.json with how it was made.
+"""Read and write drafters: config.json and model.safetensors in a dialect, outrider.json with training metadata.
 
     DIR/config.json         in one of the dialects of checkpoints/dialects/
     DIR/model.safetensors   the drafter's weights; `d2t` [Vd] (target id = i + d2t[i]) when the vocabulary is reduced
     DIR/outrider.json       our training metadata: recipe, target, steps, versions, held-out metrics; later
                             `calibration` and `candidates` (evaluation/calibration/) and `recommended`
-    DIR/README.md           a model card, where one was given
+    DIR/README.md           a model card, if given
 
-Embedding and LM head are the target's and are not stored twice; drafters of other makers may bring their own. Any
-dialect is read (`load_checkpoint`), the method's own one is written (`save_drafter`, atomically); `outrider export`
-writes the others (backends/export.py).
+Embedding and LM head are the target's and are not stored twice; drafters of other makers may bring their own.
+`load_checkpoint` reads every dialect; `save_drafter` writes the method's dialect, atomically; `outrider export` writes
+the others (backends/export.py).
 """
 
 from __future__ import annotations
@@ -42,51 +42,51 @@ from outrider.utils.measure import dtype_name, usable_device
 from outrider.utils.packaged import packaged
 
 METADATA = "outrider.json"
-FORMAT = 1  # of outrider.json; raised when a field changes its name or meaning
-CALIBRATION, SAMPLED_CALIBRATION = "calibration", "calibration_sampled"  # its sections, by how `calibrate` sampled
+FORMAT = 1  # format number of outrider.json; raised when a field changes its name or meaning
+CALIBRATION, SAMPLED_CALIBRATION = "calibration", "calibration_sampled"  # sections of outrider.json: greedy and sampled
 Section = TypeVar("Section", bound=BaseModel)
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter as it is on disk: its weights, and what outrider.json says."""
+    """A drafter as stored on disk: its weights, and the contents of outrider.json."""
 
     weights: DrafterWeights
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> Any:
-        """The drafter's config."""
+        """Config of the drafter."""
         return self.weights.config
 
     @property
     def algorithm(self) -> str:
-        """The method's name."""
+        """Name of the method."""
         return self.weights.algorithm
 
     @property
     def calibration(self) -> DraftCalibration:
-        """What outrider.json says of confidences and candidates.
+        """Calibration of confidences and candidates, from outrider.json.
 
         Raises:
-            ValueError: naming the field that is missing or wrong.
+            ValueError: a field is missing or invalid; the message names it.
         """
         greedy = _section(self.metadata, CALIBRATION, _Calibration)
         sampled = _section(self.metadata, SAMPLED_CALIBRATION, _SampledCalibration)
         candidates = _section(self.metadata, "candidates", _Candidates)
         accuracy = None if candidates is None else candidates.accuracy
-        if sampled is None or greedy is None:  # what there is serves all requests
+        if sampled is None or greedy is None:  # a single calibration serves all requests
             only = sampled or greedy
             return DraftCalibration(UNSCALED if only is None else only.scaling(), accuracy=accuracy)
         other = SampledScaling(sampled.sampling.temperature, sampled.scaling())
         return DraftCalibration(greedy.scaling(), other, accuracy=accuracy)
 
     def serve(self, target: Target) -> Drafter:
-        """Ready to draft for `target`, calibrated where it has been; `weights.serve` leaves the calibration out.
+        """Make a drafter for `target` with the stored calibration; `weights.serve` ignores it.
 
         Raises:
-            ValueError: made for another target, or a calibration that does not fit the drafter.
+            ValueError: the drafter was made for another target, or its calibration does not fit it.
         """
         return self.weights.serve(target, self.calibration)
 
@@ -97,11 +97,11 @@ def save_drafter(
     """Write a drafter atomically, in the dialect of its algorithm.
 
     Args:
-        dtype: of the weights on disk; they are served in float32 whatever it is.
+        dtype: type of the weights on disk; serving converts them to float32.
         card: text of README.md.
 
     Raises:
-        OSError: the disk is full; nothing half-written is left.
+        OSError: the disk is full; no partial files remain.
     """
     written = method_of(checkpoint.algorithm).saved_in.write(checkpoint.weights.folded(dtype), None)
     with atomic_directory(directory) as staging:
@@ -111,7 +111,7 @@ def save_drafter(
 def write_files(
     directory: Path, written: ExportedCheckpoint, dtype: torch.dtype, metadata: Mapping[str, Any], card: str | None
 ) -> None:
-    """The files of a checkpoint, into a directory that is there."""
+    """Write the files of a checkpoint into an existing directory."""
     config = {**written.config, "dtype": dtype_name(dtype)}
     tensors = {name: tensor.contiguous() for name, tensor in written.tensors.items()}
     names = {tensor.data_ptr(): name for name, tensor in tensors.items()}
@@ -129,21 +129,20 @@ def _metadata_text(metadata: Mapping[str, Any]) -> str:
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
-    """outrider.json without its format number; {} where a drafter of another maker has none.
+    """Read outrider.json without its format number; {} if the drafter has none (other makers).
 
     Raises:
-        ValueError: not a JSON mapping, of another format, or a field that is read has another kind.
+        ValueError: it is no JSON mapping, has another format, or a field has the wrong type.
     """
     path = directory / METADATA
     if not os.path.lexists(path):
         return {}
     metadata = read_mapping(path)
-    found = metadata.pop("format", None)
-    if type(found) is not int or found != FORMAT:
-        was = "no format number, as older versions wrote it" if found is None else f"format {found!r}"
+    number = metadata.pop("format", None)
+    if type(number) is not int or number != FORMAT:
         raise ValueError(
-            f"{path} has {was}; this version reads format {FORMAT}. Train or package the drafter again with this "
-            "version, or delete the file: the weights are then served without calibration."
+            f"{path}: format is {number!r}; this version reads format {FORMAT}. Train or package the drafter again, or "
+            "delete the file to serve the weights without calibration."
         )
     try:
         _Metadata.model_validate(metadata)
@@ -153,21 +152,21 @@ def read_metadata(directory: Path) -> dict[str, Any]:
 
 
 def add_metadata(directory: Path, **fields: object) -> None:
-    """Set fields of outrider.json: the old file or the new one is there at any moment, never half of one."""
+    """Set fields of outrider.json, atomically."""
     write_atomically(directory / METADATA, _metadata_text({**read_metadata(directory), **fields}))
 
 
 def load_checkpoint(
     directory: str | Path, device: str | torch.device = "cpu", num_target_layers: int | None = None
 ) -> Checkpoint:
-    """Read a drafter in any dialect we know, from its directory or, for a packaged one, by its name.
+    """Read a drafter in any known dialect, from its directory or, if it is packaged, by its name.
 
     Args:
-        num_target_layers: of the target it will serve; some dialects do not state it.
+        num_target_layers: layers of the target, for dialects that do not state them.
 
     Raises:
-        ValueError: not a drafter, another dialect, tensors that are missing, unknown, not finite, or of the wrong shape
-            or type; the message names the file and the field or tensor.
+        ValueError: it is no drafter, its dialect is unknown, or a tensor is missing, unknown, not finite, or has the
+            wrong shape or type; the message names the file and the field or tensor.
     """
     directory = packaged(directory, "models")
     weights = load_weights(directory, num_target_layers).folded(torch.float32, usable_device(device))
@@ -175,48 +174,45 @@ def load_checkpoint(
 
 
 def load_drafter(directory: str | Path, target: Target) -> Drafter:
-    """A drafter from its directory or by its name, ready to draft for `target`; its calibration is used if it has one.
+    """Load a drafter by its directory or name and make it draft for `target`, calibrated if it has a calibration.
 
     Raises:
-        ValueError: see `load_checkpoint`, or it was made for another target.
+        ValueError: see `load_checkpoint`; or the drafter was made for another target.
     """
     return load_checkpoint(directory, target.device, target.num_layers).serve(target)
 
 
 def load_weights(directory: Path, num_target_layers: int | None = None) -> DrafterWeights:
-    """The drafter of config.json and the weight files, tensors in their type on disk.
+    """Read a drafter's weights and config, tensors in their type on disk.
 
     Raises:
-        ValueError: as `load_checkpoint`.
+        ValueError: see `load_checkpoint`.
     """
     raw, dialect = read_config(directory)
     tensors = read_weights(directory, dialect.prefix)
     scaled = {name.removesuffix("scale") + "weight" for name in tensors if name.endswith(".scale")}
-    if integers := [
-        n
-        for n, t in tensors.items()
-        if n.endswith(("weight", "bias")) and n not in scaled and not t.is_floating_point()
-    ]:
-        raise ValueError(
-            f"{directory}: {integers[0]} is of type {dtype_name(tensors[integers[0]].dtype)}: quantised drafters are "
-            "not read; give the one it was made from."
-        )
+    for name, tensor in tensors.items():
+        if name.endswith(("weight", "bias")) and name not in scaled and not tensor.is_floating_point():
+            raise ValueError(
+                f"{directory}: {name} is of type {dtype_name(tensor.dtype)}: quantised drafters are not supported: "
+                "give the drafter before quantisation."
+            )
     check_finite(directory, tensors)
     return dialect.read(raw, tensors, Source(str(directory / "config.json"), num_target_layers))
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], Dialect]:
-    """config.json and the dialect it is written in.
+    """Read config.json and recognise its dialect.
 
     Raises:
-        ValueError: there is none, it is not a mapping, or in no dialect we read.
+        ValueError: the file is missing or no mapping, or its dialect is unknown.
     """
     refuse_archive(directory)
     path = directory / "config.json"
     if not directory.exists():
         raise ValueError(
-            f"there is no directory {directory}: give a drafter directory (outrider train writes one), the name of a "
-            "drafter that outrider models lists, or what else --drafter takes."
+            f"there is no directory {directory}: give a drafter directory (outrider train writes one) or a name that "
+            "outrider models lists."
         )
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: give a drafter directory (outrider train writes one).")
@@ -225,13 +221,13 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Dialect]:
 
 
 class _Recommended(BaseModel):
-    """What serving reads of `recommended`."""
+    """Fields of `recommended` that serving reads."""
 
     confidence_threshold: Annotated[Number, Field(ge=0, le=1)] | None = None
 
 
 class _Training(BaseModel):
-    """What is read of one training."""
+    """Fields of one training that are read."""
 
     model_config = ConfigDict(strict=True)
 
@@ -244,7 +240,7 @@ class _Training(BaseModel):
 
 
 class _Metadata(_Training):
-    """What is read of outrider.json beside `calibration` and `candidates`, which are checked where they are used."""
+    """Fields of outrider.json that are read; `calibration` and `candidates` are checked at their use."""
 
     samples_sha256: str | None = None
     history: list[_Training] = []
@@ -255,7 +251,7 @@ class _Metadata(_Training):
 
 
 class _Estimator(BaseModel):
-    """The fields of a `CertaintyEstimator`."""
+    """Fields of a `CertaintyEstimator`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -264,7 +260,7 @@ class _Estimator(BaseModel):
 
 
 class _Calibration(BaseModel):
-    """What serving reads of `calibration`; the rest is a report (evaluation/calibration/fit.py)."""
+    """Fields of `calibration` that serving reads; the rest is a report (evaluation/calibration/fit.py)."""
 
     temperatures: list[Number]
     offsets: list[Number]
@@ -289,22 +285,22 @@ class _Sampling(BaseModel):
 
 
 class _SampledCalibration(_Calibration):
-    """The same of `calibration_sampled`."""
+    """Fields of `calibration_sampled` that serving reads."""
 
     sampling: _Sampling
 
 
 class _Candidates(BaseModel):
-    """What serving reads of `candidates`; the rest is a report (evaluation/calibration/candidates.py)."""
+    """Fields of `candidates` that serving reads; the rest is a report (evaluation/calibration/candidates.py)."""
 
     accuracy: list[list[Number]]
 
 
 def _section(metadata: Mapping[str, Any], name: str, model: type[Section]) -> Section | None:
-    """A section of outrider.json; None where there is none.
+    """Validate a section of outrider.json; None if the section is absent.
 
     Raises:
-        ValueError: naming the field that is missing or wrong.
+        ValueError: a field is missing or invalid; the message names it.
     """
     if name not in metadata:
         return None
@@ -317,25 +313,24 @@ def _section(metadata: Mapping[str, Any], name: str, model: type[Section]) -> Se
 
 
 def with_block_size(checkpoint: Checkpoint, block_size: int) -> Checkpoint:
-    """A block drafter with another block size than it was trained with: same weights, more or fewer mask rows.
+    """Change the block size of a block drafter: same weights, more or fewer mask rows (DFlash, arXiv 2602.06036).
 
-    Its calibration is dropped, because it belongs to the positions of the other size (DFlash, arXiv 2602.06036).
+    The calibration is dropped, because it belongs to the positions of the trained size.
 
     Raises:
-        ValueError: not a block drafter, or a size that it cannot have.
+        ValueError: it is no block drafter, or its weights belong to the trained size.
     """
     drafter = checkpoint.weights.module
     if not hasattr(drafter.config, "block_size"):
         raise ValueError(f"block_size {block_size}: a {drafter.algorithm} drafter has no blocks; leave it out.")
-    other = type(drafter)(replace(drafter.config, block_size=block_size))
+    resized = type(drafter)(replace(drafter.config, block_size=block_size))
     try:
-        other.load_state_dict(drafter.state_dict())
+        resized.load_state_dict(drafter.state_dict())
     except RuntimeError as error:
         raise ValueError(
-            f"block_size {block_size}: a {drafter.algorithm} drafter has weights for each position of its block; leave "
-            "it out."
+            f"block_size {block_size}: a {drafter.algorithm} drafter has weights for each block position; leave it out."
         ) from error
     fitted = (CALIBRATION, SAMPLED_CALIBRATION)
     metadata = {name: value for name, value in checkpoint.metadata.items() if name not in fitted}
-    weights = replace(checkpoint.weights, module=other.eval().requires_grad_(False))
+    weights = replace(checkpoint.weights, module=resized.eval().requires_grad_(False))
     return Checkpoint(weights, metadata)

@@ -1,7 +1,7 @@
-"""Describes a checkpoint for people, as (label, value) pairs.
+"""Describe a checkpoint for people, as (label, value) pairs.
 
-Aux layers are given in both conventions: as layer outputs counted from 0 (ours, z-lab, DeepSpec, SGLang), and as
-hidden states, one more (speculators, vLLM's EAGLE-3), where 0 is the embedding's.
+Aux layers are shown in both conventions: as layer outputs counted from 0 (ours, z-lab, DeepSpec, SGLang), and as
+hidden states, which are one higher because 0 is the embedding output (speculators, vLLM's EAGLE-3).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ Facts = list[tuple[str, str]]
 
 
 def describe(directory: Path, num_target_layers: int | None = None) -> Facts:
-    """A checkpoint in a dialect we read.
+    """Describe a checkpoint in a known dialect.
 
     Args:
-        num_target_layers: depth of the target, where somebody knows it.
+        num_target_layers: depth of the target, if known.
 
     Raises:
-        ValueError: not one, or its fields and tensors do not go together; the message names them.
+        ValueError: the dialect is unknown, or fields and tensors do not match; the message names them.
     """
     raw, dialect = read_config(directory)
     depth_known = True
     try:
         parts = load_weights(directory, num_target_layers)
-    except UnknownDepth:  # all there is to say but the depth, and aux hidden states that follow from it
+    except UnknownDepth:  # describe all but the depth, and aux layers that follow from it
         parts, depth_known = load_weights(directory, MOST_LAYERS), False
     metadata = read_metadata(directory)
     return [
@@ -68,14 +68,14 @@ def describe(directory: Path, num_target_layers: int | None = None) -> Facts:
 
 
 def spoken(settings: object) -> str:
-    """`{"confidence_threshold": 0.25}` as `confidence threshold 0.25`; what is no mapping, as it is."""
+    """Write `{"confidence_threshold": 0.25}` as `confidence threshold 0.25`, and other values with `str`."""
     if not isinstance(settings, dict):
         return str(settings)
     return ", ".join(f"{str(name).replace('_', ' ')} {value}" for name, value in settings.items())
 
 
 def describe_unknown(directory: Path, raw: Mapping[str, Any]) -> Facts:
-    """What can be said of a directory in no dialect we read."""
+    """Describe a checkpoint in an unknown dialect."""
     named = [(name, str(raw.get(name))) for name in ("architectures", "model_type")]
     try:
         tensors = read_weights(directory)
@@ -89,7 +89,7 @@ def describe_unknown(directory: Path, raw: Mapping[str, Any]) -> Facts:
 
 
 def tensor_rows(directory: Path) -> list[tuple[str, str, str]]:
-    """(name, shape, type) of every tensor in the files, by name."""
+    """List (name, shape, type) of every tensor in the files, sorted by name."""
     return [
         (name, str(list(tensor.shape)), dtype_name(tensor.dtype))
         for name, tensor in sorted(read_weights(directory).items())
@@ -97,16 +97,16 @@ def tensor_rows(directory: Path) -> list[tuple[str, str, str]]:
 
 
 def named_target(raw: Mapping[str, Any], metadata: Mapping[str, Any]) -> str | None:
-    """The target that a checkpoint's files name: our metadata, or config.json in one of three dialects' words."""
+    """Return the target that a checkpoint names in our metadata or, in three dialects, in config.json."""
     envelope = raw.get("speculators_config")
     verifier = envelope.get("verifier") if isinstance(envelope, Mapping) else None
-    found = (
+    names = (
         metadata.get("target"),
         verifier.get("name_or_path") if isinstance(verifier, Mapping) else None,
         raw.get("base_model_name_or_path"),  # Medusa's releases
         raw.get("target_model_name_or_path"),  # DeepSpec
     )
-    return next((name for name in found if isinstance(name, str) and name), None)
+    return next((name for name in names if isinstance(name, str) and name), None)
 
 
 def _fits(config: Any, depth_known: bool) -> Facts:
@@ -116,7 +116,7 @@ def _fits(config: Any, depth_known: bool) -> Facts:
 
 def _aux_hidden_states(raw: Mapping[str, Any], parts: DrafterWeights, depth_known: bool) -> Facts:
     aux_layers = parts.config.target_layer_ids
-    if not depth_known and max(aux_layers) >= MOST_LAYERS - 4:  # counted from the end of a depth that we do not know
+    if not depth_known and max(aux_layers) >= MOST_LAYERS - 4:  # counted from the end of an unknown depth
         return [("aux layers", "the default of its method; name the target to see them (--target)")]
     return [
         ("aux layers (outputs)", ", ".join(map(str, aux_layers))),
@@ -126,13 +126,13 @@ def _aux_hidden_states(raw: Mapping[str, Any], parts: DrafterWeights, depth_know
 
 def _vocabulary(parts: DrafterWeights) -> Facts:
     config = parts.config
-    own = [
+    stored = [
         name for name, tensor in (("LM head", parts.head_VdH), ("embedding", parts.embedding_VH)) if tensor is not None
     ]
     scale = parts.embedding_scale
     return [
         ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),
-        ("stored beside the drafter", " and ".join(own) or "nothing: embedding and LM head are the target's"),
+        ("stored beside the drafter", " and ".join(stored) or "nothing: embedding and LM head are the target's"),
         *([] if scale is None else [("embeddings multiplied by", f"{scale:g}")]),
     ]
 
@@ -160,7 +160,7 @@ def _calibration(stored: object) -> str:
 
 
 # ----------------------------------------------------------------------------
-# The drafter as results name it, and what its training took.
+# The drafter in results, with its training budget.
 # ----------------------------------------------------------------------------
 
 _SUMMED = {"step": "steps", "anchors": "anchors", "training_seconds": "seconds"}
@@ -170,12 +170,12 @@ _NOT_THE_METHOD = {"seed", "threads", "log_every", "eval_every", "save_every", "
 class TrainingInfo(BaseModel):
     """The training budget and data of a drafter, from outrider.json.
 
-    `steps`, `anchors` and `seconds` are sums over all trainings behind it, None if one of them did not record it.
-    `samples` and `response_tokens` are those of the last training. `recipe_sha256` is of the recipe without its seed.
+    `steps`, `anchors` and `seconds` are sums over all its trainings, None if one of them did not record it. `samples`
+    and `response_tokens` belong to the last training. `recipe_sha256` hashes the recipe without its seed.
     """
 
     steps: int | None = None
-    anchors: int | None = None  # blocks that gave a loss
+    anchors: int | None = None  # blocks with a loss
     seconds: float | None = None
     samples: int | None = None
     response_tokens: int | None = None
@@ -185,7 +185,7 @@ class TrainingInfo(BaseModel):
 
     @staticmethod
     def of(metadata: Mapping[str, Any]) -> TrainingInfo | None:
-        """From the contents of outrider.json; None where it records no training."""
+        """Read from the contents of outrider.json; None if it records no training."""
         if "step" not in metadata:
             return None
         fields: dict[str, Any] = {}
@@ -200,11 +200,11 @@ class TrainingInfo(BaseModel):
 
 
 class DrafterInfo(BaseModel):
-    """The drafter of an evaluation. Seeds of one drafter share a label."""
+    """The drafter of an evaluation. Drafters that differ by seed share a label."""
 
     label: str
     algorithm: str
     gamma: int = Field(ge=0, lt=2**16)
-    nodes: int | None = None  # most draft tokens of one forward: more than gamma where drafts branch
-    parameters: int | None = None  # its own; embedding and LM head are the target's
+    nodes: int | None = None  # maximum draft tokens of one round: more than gamma in trees
+    parameters: int | None = None  # without the target's embedding and LM head
     training: TrainingInfo | None = None  # None: not trained by Outrider

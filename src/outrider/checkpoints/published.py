@@ -1,8 +1,8 @@
-"""target -> the drafter that comes with Outrider, or that you keep beside your work:
+"""Find drafters for a target: those on this machine, and those published on the hub.
 
     $OUTRIDER_MODELS/*/    ./models/*/    outrider/models/*/ in the installed package
 
-the first directory, in this order and then by name, whose outrider.json says it was trained on the target.
+Directories are searched in this order and then by name; a match has the target in its outrider.json.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from outrider.utils.packaged import PACKAGE
 
 
 def shipped_drafter(target: str) -> Path | None:
-    """The drafter directory for a target (an id or a directory), None if there is none.
+    """Return the drafter directory for a target (an id or a directory); None if there is none.
 
     Raises:
-        ValueError: $OUTRIDER_MODELS is not a directory, or an outrider.json on the way is not JSON.
+        ValueError: $OUTRIDER_MODELS is no directory, or an outrider.json is invalid.
     """
-    wanted = canonical_id(target)
-    return next((directory for made_for, directory in shipped_drafters() if made_for == wanted), None)
+    name = canonical_id(target)
+    return next((directory for made_for, directory in shipped_drafters() if made_for == name), None)
 
 
 def shipped_drafters() -> Iterator[tuple[str, Path]]:
-    """(its target's id or absolute path, directory) of every drafter on this machine, in that order.
+    """Yield (id or absolute path of the target, directory) of every drafter on this machine, in search order.
 
     Raises:
         ValueError: see `shipped_drafter`.
@@ -54,20 +54,20 @@ def _places() -> list[Path]:
     if not configured:
         return places
     if not Path(configured).is_dir():
-        raise ValueError(f"OUTRIDER_MODELS={configured} is not a directory; name the one that holds your drafters.")
+        raise ValueError(f"OUTRIDER_MODELS={configured} is not a directory; set it to the directory of your drafters.")
     return [Path(configured), *places]
 
 
 # ----------------------------------------------------------------------------
 # Drafters that others have published, by target: what `outrider models` lists and `--drafter auto` downloads.
 #
-# Repositories are those that public pages name. Which target a drafter of z-lab's or AngelSlim's is for was mostly read
-# off its name, and that three of yuhuili's four hold pickles follows from the one that was looked at. None was
-# downloaded: shapes are checked against the target when a drafter is opened, its training is not.
+# The repositories are named on public pages. Targets of z-lab's and AngelSlim's drafters are mostly inferred from the
+# repository name; that three of yuhuili's four are pickles is inferred from the fourth. None was downloaded: opening a
+# drafter checks its shapes against the target, but not its training.
 #
-# `rows` of a block (anchor included where the first row is one) or steps of a chain, None where the checkpoint's own
-# config says it; `thinking` None where the page does not tell how its texts were made. `architecture` is what the
-# maker's code writes into config.json; whether a reader here knows it decides what `auto` takes.
+# `rows` counts the rows of a block (with an anchor row, if it has one) or the steps of a chain; None: see the
+# checkpoint's config. `thinking` is None if the page does not describe the training texts. `architecture` is the value
+# in the maker's config.json; `auto` takes a drafter only if a dialect here reads it.
 #
 # Sources: README of github.com/z-lab/dflash and the collection z-lab/dflash on the hub (DFlash, DFlash 2); "Released
 # Checkpoints" in the README of github.com/deepseek-ai/DeepSpec (Qwen3 and Gemma 4, all of them "in non-thinking mode")
@@ -78,14 +78,14 @@ def _places() -> list[Path]:
 
 _PATTERNS = ["*.safetensors", "*.json"]
 _OBSTACLES = {
-    "pickle": "its weights are a pickle, which can run code when it is read; ask its authors for safetensors",
-    "layers": "its layers are of a kind that no drafter here has",
+    "pickle": "its weights are a pickle, which can run code when read; ask its authors for safetensors",
+    "layers": "no drafter here has layers of its kind",
 }
 
 
 @dataclass(frozen=True)
 class Published:
-    """One checkpoint. `known`: what stands against reading it, besides its architecture."""
+    """A published checkpoint. `known`: an obstacle to reading it besides its architecture."""
 
     target: str
     repo: str
@@ -97,7 +97,7 @@ class Published:
 
     @property
     def dialect(self) -> str | None:
-        """The dialect of its architecture, as `outrider inspect` calls it; None: none that is read here."""
+        """Dialect of its architecture, as `outrider inspect` names it; None if no dialect here reads it."""
         try:
             return dialect_of({"architectures": [self.architecture]}, self.repo).name
         except UnknownDialect:
@@ -105,7 +105,7 @@ class Published:
 
     @property
     def obstacle(self) -> str | None:
-        """Why it is not read here, in a word: "pickle" or "layers"; None: it is read."""
+        """Why it cannot be read, "pickle" or "layers"; None if it can be read."""
         return self.known or (None if self.dialect else "layers")
 
 
@@ -170,22 +170,22 @@ PUBLISHED: tuple[Published, ...] = (
 
 
 def published_for(target: str, thinking: bool = False) -> list[Published]:
-    """A target's drafters that are read here, as far as is known, best first.
+    """List a target's published drafters that can be read here, best first.
 
-    With `thinking`, those not made without it come first.
+    With `thinking`, drafters trained without thinking come last.
     """
-    found = [entry for entry in PUBLISHED if entry.target.lower() == target.lower() and entry.obstacle is None]
-    return sorted(found, key=lambda entry: thinking and entry.thinking is False)
+    readable = [entry for entry in PUBLISHED if entry.target.lower() == target.lower() and entry.obstacle is None]
+    return sorted(readable, key=lambda entry: thinking and entry.thinking is False)
 
 
 class Offer(NamedTuple):
-    """A drafter that was made for a target or for a model like it.
+    """A drafter made for a target or for a similar model.
 
     Attributes:
-        made_for: the target itself, a model that it was fine-tuned from, or one of the same shapes and vocabulary.
+        made_for: the target itself, its base model, or a model of the same shapes and vocabulary.
         drafter: a directory on this machine, or a published checkpoint.
-        named: whether the target's files name `made_for`; else only shapes and vocabulary agree.
-        misfit: why it cannot serve the target; "" if it can, as far as files here tell.
+        named: whether the target's files name `made_for`; otherwise only shapes and vocabulary match.
+        misfit: why it cannot serve the target; "" if no local file contradicts it.
     """
 
     made_for: str
@@ -194,7 +194,7 @@ class Offer(NamedTuple):
     misfit: str = ""
 
     def relation(self, target: str) -> str:
-        """What the target is to `made_for`, in words; "" where they are the same."""
+        """Describe how the target relates to `made_for`; "" if they are the same."""
         if self.made_for == canonical_id(target):
             return ""
         if self.misfit:
@@ -203,43 +203,43 @@ class Offer(NamedTuple):
 
 
 def drafters_for(target: str, thinking: bool = False) -> Iterator[Offer]:
-    """Drafters for a target, best first: its own, its base models', then those for models of the same shapes.
+    """Yield drafters for a target, best first: for itself, for its base models, then for models of the same shapes.
 
-    Of each model those on this machine come before published ones. Output is the target's whatever drafts for it.
+    Local drafters come before published ones for each model. The output does not depend on the drafter.
 
     Raises:
         ValueError: see `shipped_drafter`.
     """
-    here = list(shipped_drafters())
+    local = list(shipped_drafters())
 
     def made_for(model: str) -> Iterator[Path | Published]:
-        yield from (directory for its_target, directory in here if its_target == model)
+        yield from (directory for its_target, directory in local if its_target == model)
         yield from published_for(model, thinking)
 
-    own = canonical_id(target)
-    yield from (Offer(own, drafter) for drafter in made_for(own))  # before any file of the target is looked for
+    name = canonical_id(target)
+    yield from (Offer(name, drafter) for drafter in made_for(name))  # needs no file of the target
     models = lineage(target)
     for base in models[1:]:
         misfit = "; ".join(shape_differences(target, base) or ())
         yield from (Offer(base, drafter, misfit=misfit) for drafter in made_for(base))
-    for model, directory in here:
+    for model, directory in local:
         if model not in models and shape_differences(target, model) == []:
             yield Offer(model, directory, named=False)
 
 
 def published_by(repo: str) -> Published | None:
-    """The entry of a repository."""
+    """Return the entry of a repository; None if it is not listed."""
     return next((entry for entry in PUBLISHED if entry.repo.lower() == repo.lower()), None)
 
 
 def fetch(entry: Published) -> Path:
-    """The checkpoint's directory in the Hugging Face cache, downloaded if need be.
+    """Return the checkpoint's directory in the Hugging Face cache; download it if necessary.
 
     Raises:
-        ValueError: it is not read here, or not in the cache and cannot be had.
+        ValueError: its format cannot be read here, or it is neither in the cache nor can be downloaded.
     """
     if entry.obstacle is not None:
-        raise ValueError(f"the drafter {entry.repo} is not read here: {_OBSTACLES[entry.obstacle]}.")
+        raise ValueError(f"the drafter {entry.repo} cannot be read: {_OBSTACLES[entry.obstacle]}.")
     try:
         cached = Path(snapshot_download(entry.repo, local_files_only=True, allow_patterns=_PATTERNS))
         if complete_model(cached):
@@ -250,7 +250,7 @@ def fetch(entry: Published) -> Path:
         return Path(snapshot_download(entry.repo, allow_patterns=_PATTERNS))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
         raise ValueError(
-            f"the drafter {entry.repo} for {entry.target} is not in the Hugging Face cache and cannot be had from the "
-            f"hub ({type(error).__name__}). Download it where there is network (hf download {entry.repo}), or give "
-            "--drafter DIR; --drafter none decodes plainly."
+            f"the drafter {entry.repo} for {entry.target} is not in the Hugging Face cache and cannot be downloaded "
+            f"({type(error).__name__}). Fetch it with network (hf download {entry.repo}), give --drafter DIR, or "
+            "decode plainly with --drafter none."
         ) from error

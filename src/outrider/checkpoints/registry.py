@@ -1,24 +1,24 @@
-"""Every drafting method and every checkpoint dialect.
+"""List every drafting method and every checkpoint dialect.
 
     built in        the methods and dialects of this file
     installed       `Method` objects that packages declare as entry points of the group `outrider.drafters`
-                    (docs/add-a-drafter.md); src/outrider/contrib/ is found like that, too
+                    (docs/add-a-drafter.md), those of src/outrider/contrib/ included
 
     [project.entry-points."outrider.drafters"]
     bigram = "my_package.bigram:METHOD"
 
-An entry point is loaded when a method is looked up or listed. One that cannot be loaded is left out of lists, and the
-error of whoever asks for its method names it.
+An entry point is loaded when a method is looked up or listed. If loading fails, lists omit the method and looking it up
+raises the error.
 
-The dialects, in the order in which readers are asked; at most one says yes:
+The dialects, in the order in which they are tried; at most one recognises a config.json:
 
-installed    those that installed methods bring
+installed    dialects of installed methods
 speculators  speculators_model_type   eagle3, dflash, dflash2, dspark, mtp; one envelope, read by vLLM
 z-lab        DFlashDraftModel         DFlash; aux layers and mask token in `dflash_config`; anchor + masks layout
-z-lab        DFlash2DraftModel        DFlash 2; the sizes of convolution and selector beside them
+z-lab        DFlash2DraftModel        DFlash 2; the same, with the sizes of convolution and selector
 DeepSpec     Qwen3DSparkModel         DSpark (and DFlash as markov_rank 0); aux layers and mask token at the top level
-EAGLE-3      LlamaForCausalLMEagle3   EAGLE-3, one layer; aux layers in three spellings, DeepSpec's among them
-Medusa       model_type medusa        heads, an LM head each or the target's once
+EAGLE-3      LlamaForCausalLMEagle3   EAGLE-3, one layer; aux layers in three spellings, DeepSpec's included
+Medusa       model_type medusa        heads with an LM head each, or with the target's
 Outrider     Outrider...Model         any method: `algorithm` and the fields of its config
 """
 
@@ -56,21 +56,21 @@ def _nothing_left_out(parts: DrafterWeights) -> list[str]:
 
 @dataclass(frozen=True)
 class Export:
-    """How one engine takes the drafters of one method.
+    """How one engine serves the drafters of one method.
 
     Attributes:
-        dialect: the one that `outrider export` writes for it.
-        name: what its command line calls the method; None: its server is not started with such drafters.
-        also_reads: a further dialect that it loads as its maker wrote it.
-        whole_vocabulary: it takes drafters with the target's whole vocabulary only.
-        widens: the same, and a reduced draft vocabulary is widened on export.
-        scales_embeddings: drafters are given embeddings with the factor that the target multiplies them by (Gemma's),
-            or read none.
-        targets_vocabulary: LM head and embedding are the target's whatever the checkpoint has.
-        states_length: its command line states the number of drafts; False: the checkpoint does.
-        environment: variables that its server needs for the method.
-        check: a sentence for each part of a drafter that it does without; ValueError, naming field and remedy, if it
-            cannot serve the drafter.
+        dialect: dialect that `outrider export` writes for the engine.
+        name: method name on the engine's command line; None: the engine is not launched with such drafters.
+        also_reads: another dialect that the engine loads without export.
+        whole_vocabulary: whether the engine requires the target's whole vocabulary.
+        widens: as `whole_vocabulary`, and export widens a reduced draft vocabulary.
+        scales_embeddings: whether the engine multiplies the drafter's input embeddings by the target's factor (Gemma
+            has one), or the drafter reads none.
+        targets_vocabulary: whether the engine uses the target's LM head and embedding whatever the checkpoint has.
+        states_length: whether the command line states the number of drafts; otherwise the checkpoint does.
+        environment: environment variables that the server needs for the method.
+        check: returns a sentence for each part of a drafter that the engine ignores; raises ValueError, naming field
+            and remedy, if the engine cannot serve the drafter.
     """
 
     dialect: Dialect
@@ -90,11 +90,11 @@ class Method:
     """A drafting method.
 
     Attributes:
-        config: its config; `algorithm` is the method's name.
-        module: its trainable module, made as `module(config)`.
-        dialect: the dialect its drafters are saved in; None: Outrider's own.
+        config: class of its config; `algorithm` is the method's name.
+        module: class of its trainable module, made as `module(config)`.
+        dialect: dialect that its drafters are saved in; None: Outrider's.
         also_reads: further dialects of this method.
-        exports: how engines take its drafters, by the engine's name; the built-in methods' are in the engines' files.
+        exports: how engines serve its drafters, by engine name; built-in methods have theirs in the engines' files.
     """
 
     config: type[DrafterConfig]
@@ -105,18 +105,18 @@ class Method:
 
     @property
     def name(self) -> str:
-        """As in a recipe's `drafter.algorithm` and in config.json."""
+        """Name of the method, as in a recipe's `drafter.algorithm` and in config.json."""
         return self.config.algorithm
 
     @property
     def section(self) -> type[DrafterSection]:
-        """What a recipe may set of the config."""
+        """Fields of the config that a recipe may set."""
         config: Any = self.config
         return section_of(config)
 
     @property
     def saved_in(self) -> Dialect:
-        """The dialect its drafters are saved in."""
+        """Dialect that its drafters are saved in."""
         return Own(self.config, self.module) if self.dialect is None else self.dialect
 
 
@@ -133,15 +133,15 @@ BUILT_IN: tuple[Method, ...] = (
 
 @cache
 def _installed() -> dict[str, EntryPoint]:
-    """The entry points by method, those of our own package first."""
-    found = sorted(entry_points(group=GROUP), key=lambda entry: (not entry.value.startswith("outrider."), entry.name))
+    """Return the entry points by method name; those of this package take precedence."""
+    entries = sorted(entry_points(group=GROUP), key=lambda entry: (not entry.value.startswith("outrider."), entry.name))
     built_in = {method.name for method in BUILT_IN}
-    return {entry.name: entry for entry in reversed(found) if entry.name not in built_in}
+    return {entry.name: entry for entry in reversed(entries) if entry.name not in built_in}
 
 
 @cache
 def _load(name: str) -> Method | ValueError:
-    """The installed method of that name, or why it cannot be had."""
+    """Load an installed method; return the error if that fails."""
     entry = _installed()[name]
     package = "a package" if entry.dist is None else entry.dist.name
     try:
@@ -157,27 +157,27 @@ def _load(name: str) -> Method | ValueError:
 
 
 def methods() -> tuple[Method, ...]:
-    """The built-in methods, and the installed ones that can be loaded, by name."""
+    """List the built-in methods, then the installed ones that can be loaded, sorted by name."""
     loaded = (_load(name) for name in sorted(_installed()))
     return (*BUILT_IN, *(method for method in loaded if isinstance(method, Method)))
 
 
 def method_names() -> list[str]:
-    """Names of all methods, also of those that cannot be loaded."""
+    """List the names of all methods, including those that cannot be loaded."""
     return [*(method.name for method in BUILT_IN), *sorted(_installed())]
 
 
 def method_of(name: str) -> Method:
-    """The method of that name.
+    """Look up a method by name.
 
     Raises:
-        ValueError: there is none, with the names that there are, or its package cannot be loaded.
+        ValueError: the name is unknown (the message lists the known ones), or its package cannot be loaded.
     """
     for method in BUILT_IN:
         if method.name == name:
             return method
     if name not in _installed():
-        raise ValueError(f"{name!r} is none of the drafters: {', '.join(method_names())}.")
+        raise ValueError(f"unknown drafting method {name!r}; use one of {', '.join(method_names())}.")
     loaded = _load(name)
     if isinstance(loaded, ValueError):
         raise loaded
@@ -185,12 +185,12 @@ def method_of(name: str) -> Method:
 
 
 def tree_methods() -> list[str]:
-    """Names of the methods whose drafts can branch."""
+    """List the names of the methods that can draft trees."""
     return [method.name for method in methods() if method.module.drafts_trees()]
 
 
 class UnknownDialect(ValueError):
-    """A config.json that belongs to no dialect we read; `raw` is what it says."""
+    """The error for a config.json in no known dialect; `raw` is its content."""
 
     def __init__(self, message: str, raw: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -198,25 +198,25 @@ class UnknownDialect(ValueError):
 
 
 def dialects() -> tuple[Dialect, ...]:
-    """All dialects: those that installed methods bring, the built-in ones, and our own for methods without another."""
+    """List all dialects: of installed methods, built-in, and Outrider's for each method that is saved in it."""
     known = methods()
-    brought = [
+    installed = [
         dialect
         for method in known[len(BUILT_IN) :]
         for dialect in (method.dialect, *method.also_reads)
         if dialect is not None
     ]
-    own = [method.saved_in for method in known if method.dialect is None]
+    ours = [method.saved_in for method in known if method.dialect is None]
     makers = (Speculators(), ZLab(), ZLab2(), DeepSpec(), Eagle3Dialect(), MedusaDialect())
-    return (*brought, *makers, *own)
+    return (*installed, *makers, *ours)
 
 
 def dialect_of(raw: Mapping[str, Any], where: object) -> Dialect:
-    """The dialect a config.json is written in.
+    """Recognise the dialect of a config.json.
 
     Raises:
-        UnknownDialect: it belongs to no dialect we read.
-        ValueError: its architectures are no list of names.
+        UnknownDialect: no known dialect matches.
+        ValueError: `architectures` is no list of names.
     """
     named = raw.get("architectures")
     if named is not None and (not isinstance(named, list) or any(not isinstance(name, str) for name in named)):
@@ -227,7 +227,7 @@ def dialect_of(raw: Mapping[str, Any], where: object) -> Dialect:
     if named and named[0].endswith(("ForCausalLM", "ForConditionalGeneration")):
         raise UnknownDialect(
             f"{where}: architectures {named} is not a drafter dialect Outrider reads but a language model's; "
-            "--drafter lm:DIRECTORY drafts with one.",
+            "draft with it by --drafter lm:DIRECTORY.",
             raw,
         )
     known = ", ".join(f"{dialect.spelling} ({dialect.name})" for dialect in dialects())

@@ -1,1 +1,1 @@
-"""Conversations, chat templates and the target's own responses."""
+"""Reads conversations, renders them with chat templates, and regenerates the target's responses."""

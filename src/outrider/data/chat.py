@@ -2,9 +2,9 @@
 
     [turn 1, response 1, ..., turn n] + generation prompt  ->  prompt tokens;  everything after them is the response
 
-The loss mask of a training sample is that boundary, nothing else: no search for role markers in rendered text. A later
-turn is appended to the very tokens that were generated wherever the template allows it, for text that is read back is
-not always split into the tokens it was written in.
+The boundary alone gives the loss mask of a training sample; rendered text is not searched for role markers. If the
+template allows it, a later turn is appended to the generated tokens, because tokenising their text again may split it
+differently.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def render(
     tools: Sequence[dict[str, Any]] = (),
     thinking: bool = False,
 ) -> list[int]:
-    """Prompt tokens for the next response, given n turns and n - 1 earlier responses.
+    """Render and tokenise the prompt of the next response, given n turns and n - 1 earlier responses.
 
     Raises:
-        ValueError: an empty prompt, or the template cannot express the conversation (tools, a role).
+        ValueError: the prompt is empty, or the template cannot express the conversation (tools, a role).
     """
     return _prompt_tokens(tokenizer, render_text(tokenizer, turns, responses, tools=tools, thinking=thinking))
 
@@ -43,7 +43,7 @@ def render(
 def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     tokens = list(tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"])
     if not tokens:
-        raise ValueError("the target's chat template writes nothing: there is no token to go on from.")
+        raise ValueError("the target's chat template renders an empty prompt; decoding needs at least one token.")
     return tokens
 
 
@@ -54,31 +54,31 @@ def render_text(
     tools: Sequence[dict[str, Any]] = (),
     thinking: bool = False,
 ) -> str:
-    """The text `render` turns into tokens."""
+    """Render the prompt that `render` tokenises."""
     messages = chat_messages(turns, responses)
     if not all(any(str(m["content"]).strip() for m in messages_of(turn)) for turn in turns):
         raise ValueError("the prompt is empty: give at least one word to answer.")
     if tokenizer.chat_template is None:
         # A base model: plain text, turns and responses joined by blank lines.
         if tools:
-            raise ValueError("the target has no chat template, so it cannot be told about tools.")
+            raise ValueError("the target has no chat template, so it cannot use tools: leave tools out.")
         return "\n\n".join(str(m["content"]) for m in messages if m["content"])
     if tools and "tools" not in template_of(tokenizer, tools):
         raise ValueError(
             "the target's chat template does not support tool calling (it never reads `tools`). Leave out "
-            "conversations with tools, or choose a target whose template knows them."
+            "conversations with tools, or choose another target."
         )
     return apply_template(tokenizer, messages, tools=list(tools) or None, enable_thinking=thinking)
 
 
-_TEMPLATE_SECONDS = 5.0  # the longest that a template may take: real ones take milliseconds
+_TEMPLATE_SECONDS = 5.0  # time limit of a template; real ones take milliseconds
 
 
 def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **settings: Any) -> str:
-    """The messages as the chat template writes them.
+    """Render messages with the chat template.
 
-    Templates are code of the model's makers, in jinja's sandbox: no attributes that begin with an underscore, and
-    ranges of at most 100,000.
+    A template is untrusted code in jinja's sandbox, which forbids attributes that begin with an underscore and ranges
+    above 100,000.
 
     Raises:
         ValueError: the template refuses the messages, fails, or takes too long.
@@ -86,7 +86,7 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], 
     try:
         with time_limit(_TEMPLATE_SECONDS):
             return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **settings))
-    except Exception as error:  # whatever its code raises: ZeroDivisionError, TypeError, RecursionError, ...
+    except Exception as error:  # its code may raise anything: ZeroDivisionError, TypeError, RecursionError, ...
         roles = ", ".join(dict.fromkeys(str(m["role"]) for m in messages))
         reason = f"{error}" if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         raise ValueError(
@@ -95,36 +95,36 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], 
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()) -> str:
-    """The chat template in use (some models have another one for tools); empty for a base model."""
+    """Return the chat template in use (some models have another one for tools); empty for a base model."""
     if tokenizer.chat_template is None:
         return ""
     return str(tokenizer.get_chat_template(None, list(tools) or None))
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """The text of a response without special tokens."""
+    """Decode a response without special tokens."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 _LONGEST_LINE = 100
 
 
-def printable_lines(text: str, most: int = 8) -> list[str]:
-    """At most `most` lines of a text, its middle left out and long ones cut; control characters are escapes, and
-    each newline is a visible one that ends its line."""
+def printable_lines(text: str, limit: int = 8) -> list[str]:
+    """Split a text into at most `limit` lines without its middle; long lines are cut, control characters escaped, and
+    newlines visible."""
     ended = [*(f"{line}\n" for line in text.split("\n")[:-1]), text.split("\n")[-1]]
     lines = []
     for line in filter(None, ended):
         shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
         lines.append(shown if len(shown) <= _LONGEST_LINE else f"{shown[:_LONGEST_LINE]}...")
-    if len(lines) <= most:
+    if len(lines) <= limit:
         return lines
-    return [*lines[: most - 4], f"... {len(lines) - most + 1} more lines ...", *lines[-3:]]
+    return [*lines[: limit - 4], f"... {len(lines) - limit + 1} more lines ...", *lines[-3:]]
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Name, tokenizer and limits of a target without its weights: enough to ask a server for its responses."""
+    """Name, tokenizer and limits of a target without its weights, which requests to a server need."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
@@ -139,7 +139,7 @@ class Chat:
 
     @classmethod
     def load(cls, id_or_dir: str) -> Chat:
-        """Read tokenizer and configs only.
+        """Load tokenizer and configs only.
 
         Raises:
             ValueError: the model cannot be found, or its files are damaged.
@@ -154,7 +154,7 @@ class Chat:
         return hashlib.sha256(template_of(self.tokenizer).encode()).hexdigest()
 
     def notes(self, thinking: bool) -> list[str]:
-        """What a user should know of how prompts are rendered, a line each: no template, what thinking becomes."""
+        """List notes for the user on how prompts are rendered: no template, or the effect of thinking."""
         if self.tokenizer.chat_template is None:
             return [f"{self.name} has no chat template: prompts are continued as plain text"]
         messages = [{"role": "user", "content": "Hello"}]
@@ -165,7 +165,7 @@ class Chat:
         try:
             default, on, off = (rendered(s) for s in ({}, {"enable_thinking": True}, {"enable_thinking": False}))
         except ValueError:
-            return []  # it wants other roles than this one; what the prompts' own roles lack is said with them
+            return []  # it requires other roles; errors of the prompts' roles are reported with the prompts
         if not thinking and default == on != off:
             return [f"{self.name} thinks by default and is asked not to here; --thinking (data.thinking) asks for it"]
         if thinking and on == off:
@@ -173,33 +173,33 @@ class Chat:
         return []
 
     def prompts(self, conversation: Conversation, replies: Sequence[Reply], thinking: bool) -> list[list[int]]:
-        """Prompt tokens of the turn after `replies`: first the ones to use, then another that is as good.
+        """Return the prompt tokens of the turn after `replies`, the preferred tokenisation first.
 
-        The first continue the tokens of the last reply exactly where the template leaves them as they are; where it
-        rewrites them (dropped thinking, trimmed text) only the rendering of the whole text is left.
+        The preferred one continues the exact tokens of the last reply. If the template rewrites them (dropped thinking,
+        trimmed text), only the tokenised rendering of the whole conversation is returned.
 
         Raises:
-            ValueError: see `render`; the conversation is named.
+            ValueError: see `render`; the message names the conversation.
         """
         turns = conversation.turns[: len(replies) + 1]
-        said = [response_text(self.tokenizer, reply.response) for reply in replies]
+        responses = [response_text(self.tokenizer, reply.response) for reply in replies]
         try:
-            whole = render_text(self.tokenizer, turns, said, tools=conversation.tools, thinking=thinking)
+            whole = render_text(self.tokenizer, turns, responses, tools=conversation.tools, thinking=thinking)
             plain = _prompt_tokens(self.tokenizer, whole)
             if not replies or self.tokenizer.chat_template is None:
                 return [plain]
-            last = render_text(self.tokenizer, turns[:-1], said[:-1], tools=conversation.tools, thinking=thinking)
+            last = render_text(self.tokenizer, turns[:-1], responses[:-1], tools=conversation.tools, thinking=thinking)
         except ValueError as error:
             raise ValueError(f"conversation {conversation.id!r}: {error}") from error
         appended = self._append(replies[-1], last, whole)
         return [plain] if appended in (None, plain) else [appended, plain]
 
     def _append(self, reply: Reply, last: str, whole: str) -> list[int] | None:
-        """The reply's own tokens and what the template puts after them; None where it changes them."""
+        """Append the template's continuation to the reply's tokens; None if the template changes them."""
         tokens = reply.prompt + reply.response
         before = last + self._decode(reply.response)
         if not whole.startswith(before):
-            return None  # other text, or it stopped with another token than the template writes there
+            return None  # other text, or another stop token than the template's
         tail = whole[len(before) :]
         appended = tokens + list(self.tokenizer(tail, add_special_tokens=False)["input_ids"])
         return appended if self._decode(appended) == whole else None

@@ -1,4 +1,4 @@
-"""Settings of a look at responses or a checkpoint. Read by `--help`, so nothing here imports PyTorch."""
+"""Settings of `outrider inspect`. `--help` imports this file, so it does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _RESPONSES, _DRAFTER = "Responses", "Drafter"
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig(Config):
-    """What is shown of a responses file or a drafter."""
+    """Options for showing a responses file or a drafter."""
 
     path: Annotated[Path, argument("a responses file (*.jsonl), or a drafter directory in any dialect")]
     target: Annotated[
         str | None,
         option(
             MODELS,
-            "whose tokenizer, or whom the drafter is for; the one the file names by default",
+            "target of the tokenizer or drafter; by default the one that the file names",
             beside="name",
         ),
     ] = None

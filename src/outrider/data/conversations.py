@@ -1,9 +1,9 @@
-"""Conversations without their responses: the messages before each response that the target has to write.
+"""Read conversations without their responses: the messages before each response of the target.
 
     messages   [system, user, ASSISTANT, tool, ASSISTANT, user]   ->   turns   (system, user) | (tool) | (user)
 
-Assistant messages of the source are places where a response is due; their text is dropped, because a drafter learns
-from what *its* target says. A conversation that ends with a user message gets one more response.
+Assistant messages of the source mark the responses; their text is dropped, because a drafter learns from the responses
+of its target. A conversation that ends with a user message gets one more response.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of one conversation, each the messages before a response, and its tools (JSON schemas)."""
+    """A conversation: its turns, each the messages before a response, and its tools (JSON schemas)."""
 
     id: str
     turns: tuple[Turn, ...]
     tools: tuple[dict[str, Any], ...] = ()
 
     def first_turns(self, count: int | None) -> Conversation:
-        """The same conversation cut after `count` turns (None: all of them)."""
+        """Return the conversation cut after `count` turns (None: uncut)."""
         return replace(self, turns=self.turns[:count])
 
     @property
@@ -59,12 +59,12 @@ class Conversation:
 
 
 def messages_of(turn: Turn) -> list[Message]:
-    """The messages of one turn, as chat templates read them."""
+    """Return the messages of one turn, in the form that chat templates read."""
     return [{"role": "user", "content": turn}] if isinstance(turn, str) else list(turn)
 
 
 def chat_messages(turns: Sequence[Turn], responses: Sequence[str]) -> list[Message]:
-    """All messages up to the next response, given n turns and n - 1 earlier responses."""
+    """Return all messages before the next response, given n turns and n - 1 earlier responses."""
     assert len(turns) == len(responses) + 1
     messages: list[Message] = []
     for turn, response in zip(turns, [*responses, None], strict=True):
@@ -75,7 +75,7 @@ def chat_messages(turns: Sequence[Turn], responses: Sequence[str]) -> list[Messa
 
 
 class _Message(BaseModel):
-    """One message; ShareGPT's from/value are read as role/content, and other fields (tool_call_id, name) are kept."""
+    """A message; ShareGPT's from/value are read as role/content, other fields (tool_call_id, name) are kept."""
 
     model_config = ConfigDict(extra="allow")
     role: str | None = None
@@ -94,23 +94,23 @@ class _Message(BaseModel):
         if isinstance(content, list):
             others = {str(part.get("type")) for part in content} - {"text"}
             if others:
-                raise ValueError(f"content of type {', '.join(sorted(others))}; only text can be answered")
+                raise ValueError(f"content of type {', '.join(sorted(others))}; only text is supported")
             content = "".join(str(part.get("text") or "") for part in content)
         if role == "user" and not (content or "").strip():
             raise ValueError("an empty turn. Remove the line or write a prompt")
-        # Data sets fill the fields a message does not have with null; templates would take them for real.
+        # Data sets fill absent fields with null, which templates would treat as present.
         extra = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
         return {"role": role, "content": content or "", **extra}
 
 
 class _Row(BaseModel):
-    """The columns of public data sets that hold what is asked; those with answers (output, answer, ...) are not read.
+    """The columns of public data sets that hold prompts; columns of answers (output, answer, ...) are not read.
 
     turns                user turns (ours)
     messages             messages of role and content (UltraChat 200k, Nemotron 2, Tulu)
     conversations        messages of from and value (ShareGPT, PerfectBlend)
     prompt               a text, or messages
-    instruction, input   a task and what it is about, which may be empty (CodeAlpaca)
+    instruction, input   a task and its input, which may be empty (CodeAlpaca)
     question             a text (gsm8k)
     input                a text, or messages (Nemotron 1)
     data                 texts of user and assistant in turns (UltraChat's first form)
@@ -130,7 +130,7 @@ class _Row(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _first_shape(cls, row: object) -> object:
-        """Columns whose names say little are read where no other holds the conversation: they may be anything."""
+        """Ignore columns with ambiguous names if another column holds the conversation."""
         if isinstance(row, Mapping) and any(row.get(name) is not None for name in _SURE):
             return {name: value for name, value in row.items() if name not in _UNSURE}
         return row
@@ -138,25 +138,25 @@ class _Row(BaseModel):
     @field_validator("tools", mode="before")
     @classmethod
     def _tools_from_text(cls, value: object) -> object:
-        """Data sets often keep the tools as one JSON string."""
+        """Parse tools that a data set keeps as one JSON string."""
         return parse_json(value) if isinstance(value, str) and value.strip() else value or None
 
 
 def instruction(text: str, about: str | None) -> str:
-    """The user turn of an instruction and its input, which may be empty; with the words of DFlash's evaluation."""
+    """Join an instruction and its input, which may be empty, into a user turn, as in DFlash's evaluation."""
     return f"{text}\n\nInput:\n{about}" if about else text
 
 
 def content_id(turns: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> str:
-    """The id of a conversation that has none of its own: 16 hexadecimal digits of its content's SHA-256.
+    """Return the default id of a conversation: 16 hexadecimal digits of its content's SHA-256.
 
-    It does not depend on where the conversation stands, so prompts can be added, removed and moved.
+    It does not depend on the position in a file, so prompts can be added, removed and moved.
     """
     return hashlib.sha256(json.dumps([turns, tools], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def number_copies(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
-    """The same conversations; the second of the same id and content gets `-2` behind its id, the third `-3`."""
+    """Append `-2` to the id of a second conversation with the same id and content, `-3` to the third."""
     seen: dict[str, str] = {}
     for conversation in conversations:
         content = content_id(conversation.turns, conversation.tools)
@@ -169,10 +169,10 @@ def number_copies(conversations: Iterable[Conversation]) -> Iterator[Conversatio
 
 
 def parse_row(row: str | Mapping[str, Any]) -> Conversation:
-    """A conversation from a JSON line or a data set's row; see `content_id` where it has no id.
+    """Parse a conversation from a JSON line or a data set's row; without an id it gets its `content_id`.
 
     Raises:
-        ValueError: no conversation in it, a malformed field (its name leads the message), an empty user turn.
+        ValueError: it has no conversation, a malformed field (named first in the message), or an empty user turn.
     """
     try:
         line = _Row.model_validate_json(row) if isinstance(row, str) else _Row.model_validate(row)
@@ -181,10 +181,10 @@ def parse_row(row: str | Mapping[str, Any]) -> Conversation:
         where = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{where + ': ' if where else ''}{first['msg']}") from error
     lists = (line.messages, line.conversations, line.prompt, line.input)
-    messages = next((found for found in lists if found and isinstance(found, list)), None)
+    messages = next((value for value in lists if value and isinstance(value, list)), None)
     about = line.input if isinstance(line.input, str) else None
-    asked = instruction(line.instruction, about) if line.instruction is not None else None
-    text = next((found for found in (line.prompt, asked, line.question, about) if isinstance(found, str)), None)
+    task = instruction(line.instruction, about) if line.instruction is not None else None
+    text = next((value for value in (line.prompt, task, line.question, about) if isinstance(value, str)), None)
     turns: tuple[Turn, ...]
     if line.turns is not None:
         turns = tuple(line.turns)
@@ -206,7 +206,7 @@ def parse_row(row: str | Mapping[str, Any]) -> Conversation:
 
 
 def row_of(conversation: Conversation) -> dict[str, Any]:
-    """The row that `parse_row` reads the conversation from."""
+    """Write the row from which `parse_row` reads the conversation."""
     turns: list[Any] = list(conversation.turns)
     if all(isinstance(turn, str) for turn in turns) and not conversation.tools:
         return {"id": conversation.id, "turns": turns}
@@ -215,20 +215,20 @@ def row_of(conversation: Conversation) -> dict[str, Any]:
 
 
 def split_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
-    """Split messages into turns. Assistant messages with nothing before them to answer are dropped."""
+    """Split messages into turns; drop assistant messages that answer nothing."""
     turns: list[Turn] = []
-    said: list[Message] = []
+    pending: list[Message] = []
 
     def close() -> None:
-        if any(message["role"] in ("user", "tool") for message in said):
-            plain_user = len(said) == 1 and set(said[0]) == {"role", "content"} and said[0]["role"] == "user"
-            turns.append(said[0]["content"] if plain_user else tuple(said))
-            said.clear()
+        if any(message["role"] in ("user", "tool") for message in pending):
+            plain_user = len(pending) == 1 and set(pending[0]) == {"role", "content"} and pending[0]["role"] == "user"
+            turns.append(pending[0]["content"] if plain_user else tuple(pending))
+            pending.clear()
 
     for message in messages:
         if message["role"] == "assistant":
             close()
         else:
-            said.append(message)
+            pending.append(message)
     close()
     return tuple(turns)

@@ -1,9 +1,9 @@
-"""Show training samples token by token, with the tokens that the loss supervises.
+"""Show training samples token by token and mark the tokens that the loss supervises.
 
     tokens  ->  pieces: text, token ids, supervised or not, special or not     (a character may need several tokens)
     pieces  ->  terminal text, or one HTML file without outside parts
 
-Supervised means: generation produced the token. The colours come from `Sample.spans`, the loss mask's own source.
+A token is supervised if generation produced it. The colours come from `Sample.spans`, as the loss mask does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STYLES = {(True, False): "green", (True, True): "bold green", (False, False): "d
 
 @dataclass(frozen=True)
 class Row:
-    """One sample, and for each of its spans whether the response ended by itself and whether its tokens are exact."""
+    """A sample, and for each span whether the response is finished and whether its tokens are exact."""
 
     sample: Sample
     finished: tuple[bool, ...]
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Piece:
-    """The fewest consecutive tokens of one role that are whole characters."""
+    """A shortest run of tokens of one role that decodes to whole characters."""
 
     text: str
     tokens: tuple[int, ...]
@@ -53,20 +53,20 @@ class Piece:
 
 
 def rows_of(replies: Sequence[Reply]) -> list[Row]:
-    """The samples training would see, in the order of the file."""
-    said: dict[str, list[Reply]] = {}
+    """Return the samples that training would use, in the order of the file."""
+    replies_of: dict[str, list[Reply]] = {}
     for reply in sorted(replies, key=lambda r: r.turn):
         if reply.response:
-            said.setdefault(reply.id, []).append(reply)
+            replies_of.setdefault(reply.id, []).append(reply)
     rows = []
     for sample in join_turns(replies):
-        turns = [said[sample.id].pop(0) for _ in sample.spans]
+        turns = [replies_of[sample.id].pop(0) for _ in sample.spans]
         rows.append(Row(sample, tuple(t.finished for t in turns), tuple(t.exact for t in turns)))
     return rows
 
 
 def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
-    """The sample's tokens in order, none missing."""
+    """Split all tokens of a sample, in order, into pieces."""
     supervised = set(sample.supervised_positions)
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     start = 0
@@ -91,7 +91,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 
 
 def terminal_text(row: Row, tokenizer: PreTrainedTokenizerBase, boundaries: bool = False) -> Text:
-    """Supervised tokens green, prompts dim, special tokens magenta; `boundaries` puts a bar between tokens."""
+    """Colour supervised tokens green, prompts dim, special tokens magenta; `boundaries` puts bars between tokens."""
     text = Text()
     for piece in pieces(row.sample, tokenizer):
         if boundaries and len(text):
@@ -126,7 +126,7 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border-top: 1px solid var
 def html_page(
     title: str, summary: Sequence[tuple[str, str]], rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """One self-contained page: summary, legend, and every row with its tokens."""
+    """Write a self-contained page: summary, legend, and every row with its tokens."""
     table = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in summary)
     sections = "\n".join(_html_row(row, tokenizer) for row in rows)
     return _PAGE.format(title=escape(title), summary=table, rows=sections)

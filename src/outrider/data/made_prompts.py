@@ -1,9 +1,9 @@
-"""Made prompts: training prompts from a small grammar, the named source `made_prompts`.
+"""Generate training prompts from a small grammar: the named source `made_prompts`.
 
     template  "How do I {skill}?{limits}"  ->  words and wordings of made_prompts.yaml in its fields  ->  a prompt
 
-Prompt i is of kind i modulo their number, so every prefix is an even mixture; the seed of its choices is its own. The
-first N prompts are therefore the same whatever the limit. Nothing here is taken from a data set.
+Prompt i has kind i modulo the number of kinds, so every prefix is an even mixture, and its own seed, so the first N
+prompts are the same for any limit. Nothing here is taken from a data set.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from outrider.utils.documents import parse_yaml
 
 COUNT = 60_000
 _FIELD = re.compile(r"\{(\w+)((?:\.\d+)*)(?::(\d+)-(\d+)(?:/(\d+))?)?\}")
-_PARTS, _FEWEST_PARTS = re.compile(r"\w+|[^\w\s]"), 10  # words and signs of the first turn: about its tokens
-_ATTEMPTS = 200  # for one prompt that is not there yet; kinds have room for many more than COUNT
+_PARTS, _FEWEST_PARTS = re.compile(r"\w+|[^\w\s]"), 10  # words and signs of the first turn, roughly its tokens
+_ATTEMPTS = 200  # to find a new prompt; kinds have many more than COUNT
 
 
 class MadePrompt(NamedTuple):
-    """A conversation, its kind, and its skeleton: the text with the names of its lists in place of words, # for
-    numbers."""
+    """A conversation with its kind and skeleton: the text with words replaced by the names of their lists and numbers
+    by #."""
 
     id: str
     turns: tuple[str, ...]
@@ -35,7 +35,7 @@ class MadePrompt(NamedTuple):
 
 
 def made_prompts() -> Iterator[MadePrompt]:
-    """COUNT distinct conversations, the kinds in turn."""
+    """Generate COUNT distinct conversations, the kinds in turn."""
     kinds = _grammar()["kinds"]
     seen: set[tuple[str, ...]] = set()
     for number in range(COUNT):
@@ -62,18 +62,18 @@ def _grammar() -> dict[str, Any]:
 
 
 class _Writer:
-    """Fills the fields of one conversation's templates. A field that stands twice has one value."""
+    """Fills the fields of one conversation's templates; a repeated field keeps its value."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
         self._chosen: dict[str, dict[str, str]] = {}  # list -> number of the field -> its option
 
     def pick(self, options: Sequence[Any]) -> Any:
-        """One of them. `Random.random` is the one method whose numbers no version of Python changes."""
+        """Pick an option. Only the numbers of `Random.random` are the same in every version of Python."""
         return options[int(self._chance.random() * len(options))]
 
     def write(self, template: str, number: str = "") -> tuple[str, str]:
-        """The text and the skeleton of a template. `number`: what the numbers of its fields begin with."""
+        """Fill a template; return text and skeleton. `number`: prefix of the numbers of its fields."""
         text = skeleton = ""
         end = 0
         for field in _FIELD.finditer(template):
@@ -86,8 +86,8 @@ class _Writer:
         return text + template[end:], skeleton + template[end:]
 
     def _fill(self, field: re.Match[str], number: str) -> tuple[str, str]:
-        written, own, low, high, step = field.groups()
-        name, place = written[0].lower() + written[1:], own + number
+        written, suffix, low, high, step = field.groups()
+        name, place = written[0].lower() + written[1:], suffix + number
         chosen = self._chosen.setdefault(name, {})
         if low is not None:
             return chosen.setdefault(place, str(self.pick(range(int(low), int(high) + 1, int(step or 1))))), "#"

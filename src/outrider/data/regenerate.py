@@ -1,12 +1,12 @@
-"""Regenerates responses: the target, here or behind servers, writes the text a drafter is trained on.
+"""Regenerate responses: the target, local or on servers, writes the text that a drafter is trained on.
 
-Here the engine decodes plainly, batch by batch: a window of prompts is sorted by length, and a batch of them decoded
-together. A finished sequence is handed on at once.
+Locally the engine decodes without drafts: prompts are sorted by length within a window and decoded in batches; each
+finished response is returned at once.
 
-Sampling is x = min{v : u < P(0) + .. + P(v)} with uniform numbers u drawn per sequence from a seed of its own, so what
-a sequence says does not depend on which others share its batch, on their order, nor on when a stopped run was taken up
-again. One exception: a matrix product may round differently for another number of rows (GPUs, bfloat16), and then a
-token that is as likely as another up to rounding may change; `batch_size: 1` excludes that.
+Sampling is x = min{v : u < P(0) + .. + P(v)} with uniform numbers u from a seed per sequence, so a response does not
+depend on the other sequences of its batch, their order, or interruptions. One exception: a matrix product may round
+differently for another number of rows (GPUs, bfloat16), which may swap tokens that are equally likely up to rounding;
+`batch_size: 1` excludes that.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from outrider.target.model import Target
 from outrider.utils.documents import Section
 from outrider.utils.measure import dtype_name
 
-_WINDOW = 8  # batches whose prompts are sorted together: less padding, still a fair sample of the whole
-_PROMPT_ROWS = 4096  # of a step that reads prompts
+_WINDOW = 8  # batches whose prompts are sorted together: less padding, while early responses stay a fair sample
+_PROMPT_ROWS = 4096  # rows of a prefill step
 
 
 class PromptSource(Section):
-    """A prompt file, prompts by name (data/sources.py), or `hf:owner/name[/config][:split]`."""
+    """A source of prompts: a file, a name (data/sources.py), or `hf:owner/name[/config][:split]`."""
 
     path: str
     """A JSONL file, beside the recipe or where you are; a shipped set; prompts by name (gsm8k-train); hf:owner/name."""
@@ -65,14 +65,14 @@ class PromptSource(Section):
     max_turns: int | None = Field(None, ge=1)
     """User turns to take of each conversation; null: all."""
     max_characters: int | None = Field(None, ge=1)
-    """Before the first response; longer conversations are passed over."""
+    """Maximum characters before the first response; longer conversations are skipped."""
 
 
 Temperature = Annotated[float, Field(ge=0, strict=True)]
 
 
 class DataSection(Section):
-    """A recipe's `data`: the prompts, how they are answered, and by whom."""
+    """A recipe's `data`: the prompts, how they are answered, and the servers that answer, if any."""
 
     prompts: list[PromptSource] = Field([])
     """Where prompts come from; none: `responses` exists and is used as it is."""
@@ -119,23 +119,23 @@ class DataSection(Section):
     def _temperatures(cls, value: object, check: ValidatorFunctionWrapHandler) -> float | list[float]:
         try:
             checked: float | list[float] = check(value)
-        except ValidationError as error:  # names each kind of value that it might have been
-            raise ValueError("give a number that is not negative, or a list of at least one") from error
+        except ValidationError as error:  # pydantic's message names every alternative
+            raise ValueError("give a number >= 0, or a list of at least one") from error
         return checked
 
     @model_validator(mode="after")
     def _has_a_source(self) -> DataSection:
         if not self.prompts and self.responses is None:
-            raise ValueError("give prompts (at least 1 source), or responses that exist already")
+            raise ValueError("give prompts (at least 1 source), or a file of existing responses")
         return self
 
     def sampling(self, conversation: str) -> SamplingParams:
-        """How the responses of the conversation with this id are drawn, without their seeds."""
+        """Return the sampling parameters of a conversation's responses, without seeds."""
         return SamplingParams(temperature_of(conversation, self.temperature), self.top_k, self.top_p)
 
     def response_settings(self, seed: int) -> dict[str, Any]:
-        """What decides a response beside the target and the prompt, and which prompts were dropped, as a responses
-        file records it."""
+        """Return the settings that a responses file records: those that, with target and prompt, decide a response, and
+        the sets whose prompts were dropped."""
         names = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p", "top_k")
         settings = {**{name: getattr(self, name) for name in names}, "seed": seed, "thinking": self.thinking}
         apart = sorted(prompts_label(name, self.directory) for name in self.not_in)
@@ -143,27 +143,27 @@ class DataSection(Section):
 
 
 def temperature_of(conversation: str, temperatures: float | list[float]) -> float:
-    """The temperature of a conversation's responses, by its id: one of several, whichever others there are."""
+    """Choose the temperature of a conversation's responses by its id alone."""
     if not isinstance(temperatures, list):
         return temperatures
     return temperatures[_hash(conversation) % len(temperatures)]
 
 
 def _hash(text: str) -> int:
-    """A number below 2^31."""
+    """Hash a text to a number below 2^31."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 @dataclass(frozen=True)
 class Response:
-    """Tokens of one response, its stop token included where there was one."""
+    """A response: its tokens with the stop token, if any."""
 
     tokens: list[int]
     finished: bool
 
 
 def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Batches of prompt numbers, of similar lengths each; a function of all prompts' lengths and nothing else."""
+    """Group prompt numbers into batches of similar lengths; the result depends on the lengths alone."""
     batches = []
     for start in range(0, len(lengths), batch_size * _WINDOW):
         window = sorted(range(start, min(start + batch_size * _WINDOW, len(lengths))), key=lambda i: lengths[i])
@@ -174,20 +174,20 @@ def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
 def decode_batch(
     target: Target, prompts: Sequence[list[int]], max_new_tokens: int, params: Sequence[SamplingParams]
 ) -> Iterator[dict[int, Response]]:
-    """Decode one batch to its end, without speculation.
+    """Decode a batch without speculation.
 
-    Yields after every step the responses that ended with it, by their prompts' numbers; most steps end none.
+    Yields after every step the responses that finished, by prompt number; mostly none.
 
     Args:
-        params: one per prompt; a seed of None is 0.
+        params: sampling parameters of each prompt; a seed of None is 0.
 
     Raises:
-        Exception: what ended one of the requests.
+        Exception: the error of a request that failed.
     """
     rules, count = StopRules(max_new_tokens), len(prompts)
     requests = [
-        DecodingRequest(str(number), prompt, replace(own, seed=own.seed or 0), rules=rules)
-        for number, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+        DecodingRequest(str(number), prompt, replace(sampling, seed=sampling.seed or 0), rules=rules)
+        for number, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
     ]
     blocks = sum(-(-(len(prompt) + max_new_tokens) // EngineConfig.block_size) for prompt in prompts)
     config = EngineConfig(count, max(count, _PROMPT_ROWS), num_blocks=blocks)
@@ -207,63 +207,65 @@ def decode_batch(
 
 
 class UniformSource(SeededSource):
-    """Draws x = min{v : u < P(0) + .. + P(v)} with one number u per token, also for certain tokens: token t of a
-    response has the number t of its seed."""
+    """Draws x = min{v : u < P(0) + .. + P(v)} with one number u per token, even if it is certain: token t of a response
+    uses number t of its seed."""
 
     def choose(self, probs_V: Tensor) -> int:
         cumulative_V = probs_V.double().cumsum(-1)
-        aim = self.uniform() * cumulative_V[-1]
-        return min(int(torch.searchsorted(cumulative_V, aim, right=True)), len(probs_V) - 1)
+        threshold = self.uniform() * cumulative_V[-1]
+        return min(int(torch.searchsorted(cumulative_V, threshold, right=True)), len(probs_V) - 1)
 
 
 # ----------------------------------------------------------------------------
-# Who answers: the interface of a source of responses, and the local engine behind it. Servers follow below.
+# Sources of responses: the interface and the local engine; servers follow below.
 #
-# requests (all of a turn, done or not)  ->  source  ->  commits: lists of replies that are kept together or not at all
+# requests (all of a turn, done or not)  ->  source  ->  commits: lists of replies that are stored atomically
 # ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to make; one that is `done` is listed too, as batches are planned by all."""
+    """A response to generate; finished ones (`done`) are listed too, because batches depend on all."""
 
     id: str
     turn: int
     prompt: list[int]
-    sampling: SamplingParams  # with a seed of its own
+    sampling: SamplingParams  # with a seed
     done: bool
     messages: list[Message]
     tools: tuple[dict[str, Any], ...]
 
 
 class ResponseSource(ABC):
-    """Where responses come from: the target itself or servers, with the settings of `data`."""
+    """A source of responses: the local target or servers, with the settings of `data`."""
 
-    renders_prompts = False  # whether prompts are tokenised by the source, by a template that need not be ours
-    trouble: str | None = None  # why it ended before everything was answered
-    tokens_under_way = 0  # of responses that are not finished yet, where the source knows them
+    renders_prompts = False  # whether the source tokenises prompts, perhaps with another template
+    trouble: str | None = None  # why it ended before answering everything
+    tokens_under_way = 0  # tokens of unfinished responses, if known
 
     def __init__(self, chat: Chat, data: DataSection) -> None:
         self.chat, self.data = chat, data
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt that is answered; longer ones are skipped."""
+        """Maximum tokens of a prompt; longer ones are skipped."""
         return self.data.max_prompt_tokens
 
     @property
     @abstractmethod
     def description(self) -> dict[str, Any]:
-        """Settings that decide what it answers: `generator`, and `dtype` where it is known."""
+        """Settings that decide its answers: `generator`, and `dtype` if known."""
 
     @abstractmethod
     def answer(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[list[Reply | Failure]]:
-        """Answers to the requests that are not done, in commits, as soon as they are finished; ends early when `stop`
-        says so. An empty commit is a sign of life: `tokens_under_way` has grown."""
+        """Yield answers to the unfinished requests, in commits, as soon as they finish; end early if `stop()` is true.
+
+        An empty commit reports progress of `tokens_under_way`.
+        """
 
 
 class LocalSource(ResponseSource):
-    """Responses by the target itself, batch by batch. `stop` is asked between batches, so that no token is lost."""
+    """Responses by the local target, batch by batch. `stop` is called between batches, so that no token is lost."""
 
     def __init__(self, target: Target, data: DataSection) -> None:
         super().__init__(Chat.of(target), data)
@@ -279,39 +281,39 @@ class LocalSource(ResponseSource):
 
     def answer(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[list[Reply | Failure]]:
         for batch in plan_batches([len(r.prompt) for r in requests], self.data.batch_size):
-            wanted = [requests[i] for i in batch if not requests[i].done]
-            if not wanted:
+            pending = [requests[i] for i in batch if not requests[i].done]
+            if not pending:
                 continue
             if stop():
                 return
-            prompts, params = [r.prompt for r in wanted], [r.sampling for r in wanted]
+            prompts, params = [r.prompt for r in pending], [r.sampling for r in pending]
             steps = decode_batch(self.target, prompts, self.data.max_new_tokens, params=params)
-            left = len(wanted)
+            left = len(pending)
             for step, ended in enumerate(steps, start=1):
                 left -= len(ended)
                 self.tokens_under_way = step * left
                 yield [
-                    Reply(r.id, r.turn, r.prompt, response=said.tokens, finished=said.finished)
-                    for r, said in ((wanted[number], said) for number, said in ended.items())
+                    Reply(r.id, r.turn, r.prompt, response=response.tokens, finished=response.finished)
+                    for r, response in ((pending[number], response) for number, response in ended.items())
                 ]
 
 
 # ----------------------------------------------------------------------------
-# What a server is asked, and the reply in its answer.
+# Requests to a server, and replies in its answers.
 #
-#     POST /v1/completions        prompt = our own prompt tokens; the response starts exactly behind them
-#     POST /v1/chat/completions   messages; the server's template renders them, and says so only if it returns token ids
+#     POST /v1/completions        prompt = our prompt tokens; the response starts directly after them
+#     POST /v1/chat/completions   messages; the server's template renders them; the result is known only from token ids
 #
-# Where a server gives text only, the text is split into tokens again, which need not be the tokens that were generated.
+# If a server returns only text, tokenising it may give other tokens than those generated.
 # ----------------------------------------------------------------------------
 
 
 class Unusable(Exception):
-    """An answer that asking again will not improve."""
+    """The error for an answer that a retry cannot improve."""
 
 
 def payload(request: Request, data: DataSection, model: str) -> dict[str, Any]:
-    """The JSON body for one request. Its seed is its own, so that the order of the requests does not matter."""
+    """Write the JSON body of a request. It has its own seed, so that the order of requests does not matter."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "model": model,
@@ -332,11 +334,11 @@ def payload(request: Request, data: DataSection, model: str) -> dict[str, Any]:
 
 
 def reply_of(answer: Part, request: Request, chat: Chat, chat_api: bool) -> Reply:
-    """The reply in a server's answer.
+    """Read the reply from a server's answer.
 
     Raises:
-        Unusable: no tokens can be made of it, or they are not the target's.
-        ValueError: it is not whole (asking again may help).
+        Unusable: its tokens cannot be determined, or are not the target's.
+        ValueError: the answer is incomplete (a retry may help).
     """
     if answer.finish_reason not in ("stop", "length", "tool_calls"):
         raise ValueError(f"finish_reason {answer.finish_reason!r}")
@@ -347,7 +349,7 @@ def reply_of(answer: Part, request: Request, chat: Chat, chat_api: bool) -> Repl
     tokens = answer.tokens or _split(answer, chat, chat_api)
     finished = answer.finish_reason != "length"
     if finished and not (tokens and tokens[-1] in chat.eos_ids):
-        # The stop token was generated too; servers that give text leave it out.
+        # Append the stop token, which was generated but is not in the text.
         stop = answer.stop
         end = stop if isinstance(stop, int) and stop in chat.eos_ids else chat.tokenizer.eos_token_id
         if not exact and end in chat.eos_ids:
@@ -360,10 +362,10 @@ def reply_of(answer: Part, request: Request, chat: Chat, chat_api: bool) -> Repl
 
 
 def _split(answer: Part, chat: Chat, chat_api: bool) -> list[int]:
-    """The tokens of an answer that is text."""
+    """Tokenise an answer without token ids."""
     if chat_api and answer.parsed_out:
         raise Unusable(
-            f"the server took {' and '.join(answer.parsed_out)} out of the text and gives no token ids; leave out "
+            f"the server removed {' and '.join(answer.parsed_out)} from the text and returns no token ids; leave out "
             "--chat"
         )
     if answer.text is None:
@@ -376,14 +378,13 @@ def _split(answer: Part, chat: Chat, chat_api: bool) -> list[int]:
 #
 #     jobs -> [server A: `concurrency` workers] -> reply
 #             [server B: `concurrency` workers] -> 429, 5xx, lost connection, no proper answer: back to the jobs after
-#                                                  min(cap, base 2^n) * (1/2 .. 1) seconds, or what Retry-After says
+#                                                  min(cap, base 2^n) * (1/2 .. 1) seconds, or after Retry-After
 #                                                  (at most `timeout`)
-#                                               -> 3xx, other 4xx, an exception of any other kind: failed, not asked
-#                                                  again
+#                                               -> 3xx, other 4xx, any other exception: failed, no retry
 #
-# The next free worker of any server takes a job. A server that cannot be reached, or says 429, rests as a whole while
-# the others go on. One that stays unreachable through all its retries, or refuses our key or model (401, 403, 404), is
-# given up; with the last one the run ends early, what is not done keeps waiting, and `trouble` says why.
+# The next free worker of any server takes a job. A server that cannot be reached, or answers 429, pauses as a whole
+# while the others continue. A server that stays unreachable through all retries, or refuses the key or model (401, 403,
+# 404), is given up. Without servers the run ends early, unfinished turns stay waiting, and `trouble` has the reason.
 # ----------------------------------------------------------------------------
 
 
@@ -400,20 +401,20 @@ class _Job:
 @dataclass
 class _Server:
     client: OpenAIClient
-    strikes: int = 0  # times in a row that it could not be reached
+    strikes: int = 0  # consecutive failed connections
     struck_at: float = 0.0
-    rest_until: float = 0.0
-    given_up: str | None = None  # why
+    paused_until: float = 0.0
+    given_up: str | None = None  # the reason, if the server is given up
 
 
 class ServerSource(ResponseSource):
     """Responses by the servers of `data.base_urls`, which serve the target.
 
     Args:
-        backoff: seconds before the first retry; they double with each one.
+        backoff: seconds before the first retry, doubled with each further one.
 
     Raises:
-        ValueError: a URL is none; no model was named and no server lists one, or they list different ones.
+        ValueError: a URL is invalid; or no model is given and the servers list none or different ones.
     """
 
     def __init__(self, chat: Chat, data: DataSection, *, api_key: str | None = None, backoff: float = 0.5) -> None:
@@ -428,13 +429,13 @@ class ServerSource(ResponseSource):
         return {"generator": f"{'chat' if self.data.chat_api else 'completions'}:{self.model}"}
 
     def answer(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[list[Reply | Failure]]:
-        """Answers in the order in which they come, each a commit of its own; none once all servers are given up.
+        """Yield answers as they arrive, each in its own commit; none after all servers are given up.
 
-        The event loop has a thread of its own. Python raises KeyboardInterrupt in the main thread between any two
-        instructions, and an event loop that loses a step to it cannot be brought to an end. Nor can `Thread.start`.
+        The event loop runs in its own thread: KeyboardInterrupt, which Python raises in the main thread between any two
+        instructions, would leave an event loop (or `Thread.start`) in a state that cannot end.
         """
         if self.trouble:
-            return  # a later turn would wait for them all over again
+            return  # a later turn would wait for the same servers again
         answers: SimpleQueue[Reply | Failure | None] = SimpleQueue()
         jobs = deque(_Job(request) for request in requests if not request.done)
         loop, ended = asyncio.new_event_loop(), Event()
@@ -461,7 +462,7 @@ class ServerSource(ResponseSource):
                 ended.wait()
 
     async def _ask_all(
-        self, jobs: deque[_Job], stop: Callable[[], bool], tell: Callable[[Reply | Failure], None]
+        self, jobs: deque[_Job], stop: Callable[[], bool], deliver: Callable[[Reply | Failure], None]
     ) -> None:
         servers = [_Server(endpoint.client(self.data.timeout)) for endpoint in self.endpoints]
         left = len(jobs)
@@ -469,11 +470,11 @@ class ServerSource(ResponseSource):
         async def work(server: _Server) -> None:
             nonlocal left
             while left and not server.given_up and not stop():
-                if not jobs or server.rest_until > time.monotonic():
+                if not jobs or server.paused_until > time.monotonic():
                     await asyncio.sleep(_IDLE_SECONDS)
                 elif (answer := await self._outcome(server, jobs.popleft(), jobs)) is not None:
                     left -= 1
-                    tell(answer)
+                    deliver(answer)
 
         workers = [asyncio.create_task(work(server)) for server in servers for _ in range(self.data.concurrency)]
         try:
@@ -490,41 +491,41 @@ class ServerSource(ResponseSource):
             )
 
     async def _outcome(self, server: _Server, job: _Job, jobs: deque[_Job]) -> Reply | Failure | None:
-        """`_ask`, where an exception that it does not know is a failure of this one request: the others go on."""
+        """Call `_ask`; an unexpected exception fails only this request."""
         try:
             return await self._ask(server, job, jobs)
         except Exception as error:
             return _failure(server, job, f"{type(error).__name__}: {error}")
 
     async def _ask(self, server: _Server, job: _Job, jobs: deque[_Job]) -> Reply | Failure | None:
-        """Ask a server for a reply; a final failure; or None when the job goes back to the queue."""
+        """Request a reply from a server; return it, a final failure, or None if the job is queued again."""
         request, chat_api = job.request, self.data.chat_api
         started = time.monotonic()
         delay = self._delay(job.attempts + 1)
         try:
-            got = await server.client.post(payload(request, self.data, self.model), chat_api)
+            answer = await server.client.post(payload(request, self.data, self.model), chat_api)
             server.strikes = 0
-            if got.status_code == httpx.codes.OK:
-                part = parse_answer(got.text, server.client.endpoint.engine)
+            if answer.status_code == httpx.codes.OK:
+                part = parse_answer(answer.text, server.client.endpoint.engine)
                 return reply_of(part, request, self.chat, chat_api=chat_api)
-            reason = f"{got.status_code}: {got.text}"
-            if got.has_redirect_location:
-                reason = f"{got.status_code}: it redirects to {shown_url(got.headers['Location'])}, to be given instead"
-            if got.status_code in (401, 403, 404):
+            reason = f"{answer.status_code}: {answer.text}"
+            if answer.has_redirect_location:
+                reason = f"{answer.status_code}: it redirects to {shown_url(answer.headers['Location'])}; give that URL"
+            if answer.status_code in (401, 403, 404):
                 server.given_up = f"refuses the request ({server.client.endpoint.printable(reason)})"
                 jobs.appendleft(job)
                 return None
-            if got.status_code not in (408, 425, 429) and got.status_code < 500:
+            if answer.status_code not in (408, 425, 429) and answer.status_code < 500:
                 return _failure(server, job, reason)
-            wait = retry_after(got.headers.get("Retry-After"))
-            if wait is not None or got.status_code == 429:  # the server rests; another one may take the job now
-                rest = delay if wait is None else min(wait, self.data.timeout)
-                server.rest_until = max(server.rest_until, time.monotonic() + rest)
+            wait = retry_after(answer.headers.get("Retry-After"))
+            if wait is not None or answer.status_code == 429:  # the server pauses; another one may take the job now
+                pause = delay if wait is None else min(wait, self.data.timeout)
+                server.paused_until = max(server.paused_until, time.monotonic() + pause)
                 delay = 0.0
         except Unusable as error:
             return _failure(server, job, str(error))
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            # It never saw the request: the server's fault, not this job's.
+            # The server never received the request, so the attempt does not count for this job.
             self._strike(server, started, f"{type(error).__name__}: {error}")
             jobs.appendleft(job)
             return None
@@ -537,12 +538,12 @@ class ServerSource(ResponseSource):
         return None
 
     def _strike(self, server: _Server, started: float, reason: str) -> None:
-        """Count a failed connection, once for all requests that were under way together."""
+        """Count a failed connection, once for all requests in flight."""
         if started < server.struck_at:
             return
         server.strikes += 1
         server.struck_at = time.monotonic()
-        server.rest_until = server.struck_at + self._delay(server.strikes)
+        server.paused_until = server.struck_at + self._delay(server.strikes)
         if server.strikes > self.data.retries:
             server.given_up = f"cannot be reached ({server.client.endpoint.printable(reason)})"
 
@@ -555,25 +556,25 @@ def _failure(server: _Server, job: _Job, reason: str) -> Failure:
 
 
 # ----------------------------------------------------------------------------
-# Every turn of every conversation, answered by the target: turn by turn, by whatever source gives responses.
+# Every turn of every conversation is answered by the source, turn by turn.
 #
 #     for turn 0, 1, ...:   conversations + earlier replies  ->  requests  ->  source  ->  commits to the response file
 #
-# What a source is asked, and in which batches, follows from the list of conversations alone; what is done already is
-# only left out. A resumed run therefore ends with the same bytes, and a longer list keeps the replies that are there.
+# Requests and batches depend on the list of conversations alone; finished replies are skipped. A resumed run therefore
+# ends with the same bytes, and a longer list keeps existing replies.
 # ----------------------------------------------------------------------------
 
 
-Progress = Callable[[int, int, int], None]  # told turns done, turns in all, response tokens so far
+Progress = Callable[[int, int, int], None]  # (turns done, total turns, response tokens so far)
 
 
 def no_progress(done: int, total: int, tokens: int) -> None:
-    """Reports nothing."""
+    """Ignore progress."""
 
 
 @dataclass
 class Summary:
-    """Counts of turns: total = done + skipped (prompt too long) + failed + waiting; tokens of the done responses."""
+    """Counts of turns, total = done + skipped (prompt too long) + failed + waiting, and response tokens."""
 
     total: int = 0
     done: int = 0
@@ -585,7 +586,7 @@ class Summary:
     inexact: int = 0
 
     def add(self, replies: Iterable[Reply]) -> None:
-        """Count replies as done."""
+        """Count finished replies."""
         for reply in replies:
             self.done += 1
             self.tokens += len(reply.response)
@@ -595,9 +596,9 @@ class Summary:
 
 @dataclass(frozen=True)
 class Regeneration:
-    """Replies to the conversations in their order, counts, and failures of servers.
+    """The result of a run: replies in the order of the conversations, counts, and failures of servers.
 
-    `new_tokens`: response tokens that this run made.
+    `new_tokens`: response tokens generated by this run.
     """
 
     replies: list[Reply]
@@ -619,19 +620,19 @@ def regenerate(
     """Complete the responses file at `path`: a response to every turn of every conversation.
 
     Args:
-        on_progress: called after each commit, and first for what is there already.
-        say: told one line at a time what begins, before the first response that is not there yet.
-        stop: asked by the source, see there; True ends early with what there is.
+        on_progress: called first for the existing replies, then after each commit.
+        say: called with lines of text before the first new response.
+        stop: called by the source; True ends the run early with the replies so far.
 
     Raises:
-        ValueError: `path` holds responses made with other settings, or to another conversation of the same id; the
+        ValueError: `path` holds responses made with other settings, or to another conversation of the same id; or the
             template cannot express a conversation.
     """
     chat, data = source.chat, source.data
     settings = {"target": chat.name, **data.response_settings(seed), "chat_template_sha256": chat.template_sha256}
     file = ResponseFile(path, {**settings, **source.description})
     summary = Summary(total=sum(len(c.turns) for c in conversations))
-    lost: set[str] = set()  # conversations with a turn that is skipped or failed: later turns cannot be asked
+    lost: set[str] = set()  # conversations with a skipped or failed turn, whose later turns have no prompt
     failures: list[Failure] = []
     new_tokens = 0
     for turn in range(max((len(c.turns) for c in conversations), default=0)):
@@ -654,16 +655,16 @@ def regenerate(
         if not new_tokens and not all(request.done for request in requests):
             for note in chat.notes(data.thinking):
                 say(note)
-            there = f"; {len(file.replies)} replies are there" if file.replies else ""
-            by = f" at {', '.join(map(shown_url, data.base_urls))}" if data.base_urls else ""
-            say(f"answering {len(conversations)} prompts with {chat.name}{by}{there}")
+            existing = f"; {len(file.replies)} replies exist" if file.replies else ""
+            servers = f" at {', '.join(map(shown_url, data.base_urls))}" if data.base_urls else ""
+            say(f"answering {len(conversations)} prompts with {chat.name}{servers}{existing}")
             if not source.renders_prompts:
                 first = next(request.prompt for request in requests if not request.done)
                 say("the first one, as the target reads it:")
                 for line in printable_lines(str(chat.tokenizer.decode(first, skip_special_tokens=False))):
                     say(f"  {line}")
         if not new_tokens:
-            on_progress(summary.done, summary.total, summary.tokens)  # what an earlier run did
+            on_progress(summary.done, summary.total, summary.tokens)  # includes replies of earlier runs
         for answers in source.answer(requests, stop):
             new = [answer for answer in answers if isinstance(answer, Reply)]
             if new:
@@ -678,32 +679,32 @@ def regenerate(
             on_progress(summary.done, summary.total, summary.tokens + source.tokens_under_way)
     summary.waiting = summary.total - summary.done - summary.skipped - summary.failed
     file.finish([c.id for c in conversations], asdict(summary), failures)
-    wanted = [(c.id, turn) for c in conversations for turn in range(len(c.turns))]
-    kept = [file.replies[key] for key in wanted if key in file.replies]
-    return Regeneration(kept, summary, failures, new_tokens=new_tokens)
+    keys = [(c.id, turn) for c in conversations for turn in range(len(c.turns))]
+    replies = [file.replies[key] for key in keys if key in file.replies]
+    return Regeneration(replies, summary, failures, new_tokens=new_tokens)
 
 
 def _request(
     source: ResponseSource, conversation: Conversation, replies: list[Reply], seed: int, file: ResponseFile
 ) -> tuple[Request, Reply | None]:
-    """The request for the turn after `replies`, and its reply where there is one already."""
+    """Make the request for the turn after `replies`; return it and the stored reply, if any."""
     chat, turn = source.chat, len(replies)
     prompts = chat.prompts(conversation, replies, source.data.thinking)
     stored = file.replies.get((conversation.id, turn))
     if stored is not None and stored.prompt not in prompts and not source.renders_prompts:
         raise ValueError(
             f"{file.path} holds a response to another prompt with the id {conversation.id!r}. "
-            "Give the new prompt its own id, or none, or delete the file."
+            "Give the new prompt another id or none, or delete the file."
         )
-    said = [response_text(chat.tokenizer, reply.response) for reply in replies]
-    messages = chat_messages(conversation.turns[: turn + 1], said)
-    own_seed = _hash(f"{seed}\n{turn}\n{conversation.id}")
+    responses = [response_text(chat.tokenizer, reply.response) for reply in replies]
+    messages = chat_messages(conversation.turns[: turn + 1], responses)
+    request_seed = _hash(f"{seed}\n{turn}\n{conversation.id}")
     prompt = stored.prompt if stored is not None else prompts[0]
     return Request(
         conversation.id,
         turn,
         prompt,
-        sampling=replace(source.data.sampling(conversation.id), seed=own_seed),
+        sampling=replace(source.data.sampling(conversation.id), seed=request_seed),
         done=stored is not None,
         messages=messages,
         tools=conversation.tools,

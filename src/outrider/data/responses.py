@@ -1,10 +1,10 @@
-"""Training samples and the files of responses: tokens of conversations, and the ranges that the target generated.
+"""Read and write responses files, and make training samples: tokens and the spans that the target generated.
 
     tokens   [system, user 1, RESPONSE 1, user 2, RESPONSE 2]        spans = ranges of the responses, [start, end)
 
-A position is supervised exactly when generation produced its token; nothing is searched for in rendered text.
-A training leaves its tokens in the file, which is mapped into memory (`StoredSample`): a list of Python's numbers takes
-some 36 bytes a token, and each rank would have one.
+A position is supervised if and only if generation produced its token; rendered text is not searched. Training keeps the
+tokens in the file, which is mapped into memory (`StoredSample`): a Python list would take some 36 bytes per token in
+every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sequence. `spans` of generated tokens ascend, are disjoint, not empty, and start at 1 or later."""
+    """A training sequence. `spans` of generated tokens are ascending, disjoint, not empty, and start at 1 or later."""
 
     id: str
     tokens: list[int]
@@ -50,7 +50,7 @@ class Sample:
 
     @property
     def anchors(self) -> list[int]:
-        """Positions whose next token was generated: the last prompt token of each turn, then its response's tokens."""
+        """Positions whose next token was generated: the last prompt token of each turn, then tokens of its response."""
         return [p - 1 for p in self.supervised_positions]
 
     @property
@@ -60,9 +60,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reply:
-    """One generated turn: prompt tokens, then the tokens of the response (its stop token included when it has one).
+    """A generated turn: prompt tokens, and response tokens with the stop token, if any.
 
-    `exact` is false where a server gave text only and its tokens had to be guessed by splitting it again.
+    `exact` is false if a server returned only text, so that its tokens are guessed by tokenising it.
     """
 
     id: str
@@ -73,12 +73,12 @@ class Reply:
     exact: bool = True
 
 
-TOKEN_BYTES = 7  # of a token in a responses file, its comma included
-TRUNCATED_SHARE = 0.2  # more is said: a drafter that learns from beginnings alone never sees how responses end
+TOKEN_BYTES = 7  # average size of a token in a responses file, with its comma
+TRUNCATED_SHARE = 0.2  # above it a warning: the drafter would rarely see how responses end
 
 
 def truncation_warning(finished: Sequence[bool], max_new_tokens: int) -> str | None:
-    """What to say where more than a fifth of the responses were cut off at their longest length."""
+    """Return a warning if more than a fifth of the responses were cut off at max_new_tokens."""
     cut = finished.count(False)
     if cut <= TRUNCATED_SHARE * len(finished):
         return None
@@ -89,10 +89,10 @@ def truncation_warning(finished: Sequence[bool], max_new_tokens: int) -> str | N
 
 
 def join_turns(replies: Iterable[Reply]) -> list[Sample]:
-    """Samples from replies: a turn continues its conversation's sample where its prompt begins with those tokens.
+    """Join the turns of conversations into samples, if each prompt begins with the tokens so far.
 
-    A chat template that rewrites earlier turns (dropped thinking, say) breaks the chain, and the turn becomes a sample
-    of its own. Samples are in the order in which their first replies come.
+    If a chat template rewrites earlier turns (for example drops thinking), the turn starts a new sample. Samples are in
+    the order of their first replies.
     """
     turns: dict[str, list[Reply]] = {}
     for reply in replies:
@@ -105,7 +105,7 @@ def join_turns(replies: Iterable[Reply]) -> list[Sample]:
 
 
 def _joined(conversation: Iterable[Reply]) -> Iterator[tuple[Reply, Spans]]:
-    """The samples of one conversation: its last turn, whose prompt and response are all its tokens, and the spans."""
+    """Yield the samples of one conversation: the last reply, which holds all tokens, and the spans."""
     last: Reply | None = None
     tokens: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -128,23 +128,23 @@ def _joined(conversation: Iterable[Reply]) -> Iterator[tuple[Reply, Spans]]:
 
 
 class Line(NamedTuple):
-    """Where a line of a file is, in bytes."""
+    """The place of a line in a file, in bytes."""
 
     start: int
     size: int
 
 
 class MappedResponses:
-    """The lines of a responses file, mapped into memory; another process that gets this object maps the file itself."""
+    """The lines of a responses file, mapped into memory; unpickling in another process maps the file again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._version = self._found()
+        self._version = self._current_version()
         self._map()
 
-    def _found(self) -> tuple[int, int]:
-        found = self.path.stat()
-        return found.st_size, found.st_mtime_ns
+    def _current_version(self) -> tuple[int, int]:
+        status = self.path.stat()
+        return status.st_size, status.st_mtime_ns
 
     def _map(self) -> None:
         with self.path.open("rb") as file:
@@ -155,17 +155,17 @@ class MappedResponses:
 
     def __setstate__(self, state: tuple[Path, tuple[int, int]]) -> None:
         self.path, self._version = state
-        if self._found() != self._version:
-            raise ValueError(f"{self.path} was written anew while this run began: start it again.")
+        if self._current_version() != self._version:
+            raise ValueError(f"{self.path} changed while this run started: start it again.")
         self._map()
 
     def reply(self, line: Line) -> Reply:
-        """The reply of a line."""
+        """Parse the reply of a line."""
         return _reply(parse_json(self._bytes[line.start : line.start + line.size]))
 
 
 class StoredSample(Sample):
-    """A sample whose tokens are read from the file of responses each time that they are asked for."""
+    """A sample whose tokens are read from the responses file at each access."""
 
     _length: int
     _line: Line
@@ -186,38 +186,38 @@ class StoredSample(Sample):
 
 
 def stored_samples(path: Path, replies: Iterable[tuple[Reply, Line]]) -> list[Sample]:
-    """`join_turns` of replies of a file (`open_responses`), their tokens left in it."""
+    """Apply `join_turns` to the replies of a file (`open_responses`) without keeping their tokens in memory."""
     text = MappedResponses(path)
     turns: dict[str, list[tuple[Line, int, int]]] = {}
     for reply, line in replies:
         turns.setdefault(reply.id, []).append((line, len(reply.prompt), len(reply.prompt) + len(reply.response)))
     samples: list[Sample] = []
-    for name, said in turns.items():
-        if len(said) > 1:  # whether a turn goes on with the one before is told by its tokens
-            conversation = [(text.reply(line), line) for line, _, _ in said]
+    for name, lengths_of in turns.items():
+        if len(lengths_of) > 1:  # only the tokens show whether a turn continues the previous one
+            conversation = [(text.reply(line), line) for line, _, _ in lengths_of]
             lines = {id(reply): line for reply, line in conversation}
-            found = [(lines[id(last)], spans) for last, spans in _joined(reply for reply, _ in conversation)]
-            lengths = {line: length for line, _, length in said}
-            parts = [(line, spans, lengths[line]) for line, spans in found]
+            joined = [(lines[id(last)], spans) for last, spans in _joined(reply for reply, _ in conversation)]
+            lengths = {line: length for line, _, length in lengths_of}
+            parts = [(line, spans, lengths[line]) for line, spans in joined]
         else:
-            ((line, start, end),) = said
+            ((line, start, end),) = lengths_of
             parts = [(line, ((start, end),), end)] if end > start else []
         samples += [StoredSample(name, spans, length=length, line=line, text=text) for line, spans, length in parts]
     return samples
 
 
 # ----------------------------------------------------------------------------
-# Regenerated responses: the on-policy text a drafter learns from, kept as tokens in a JSON Lines file.
+# Regenerated responses: the on-policy text that a drafter learns from, stored as tokens in a JSON Lines file.
 #
-#     FILE.jsonl          line 1   {"format": 2, "settings": {...}, "summary": {...}}   what made it, and its counts
+#     FILE.jsonl          line 1   {"format": 2, "settings": {...}, "summary": {...}}   settings and counts of the run
 #                         others   {"id", "turn", "prompt": [tokens], "response": [tokens], "finished", "exact"}
-#     FILE.journal.jsonl  line 1   {"format": 2, "settings": {...}}          only while responses are being made
-#                         others   {"replies": [...]}                        one commit: what ended at one step
-#     FILE.failed.jsonl   each     {"id", "turn", "reason"}                  only where servers failed
+#     FILE.journal.jsonl  line 1   {"format": 2, "settings": {...}}          only during a run
+#                         others   {"replies": [...]}                        one commit: replies finished in one step
+#     FILE.failed.jsonl   each     {"id", "turn", "reason"}                  only if servers failed
 #
-# A commit is one line: it counts when its newline is there and is cut off otherwise, so a process may die at any
-# moment. At the end the file is written anew, in the order of the conversations, and takes its place by a rename; its
-# bytes do not depend on how often the run was interrupted. Tokens, not text, so that the loss mask's boundary is exact.
+# A commit is one line, which is cut off if it has no newline, so a process may die at any time. At the end the file is
+# rewritten in the order of the conversations and renamed into place; its bytes do not depend on interruptions. It holds
+# tokens, not text, so that the boundary of the loss mask is exact.
 # ----------------------------------------------------------------------------
 
 
@@ -227,15 +227,14 @@ FORMAT = 2  # 1 had no number, and ids of conversations that were lines of their
 def _check_format(path: Path, header: Mapping[str, Any]) -> None:
     if header.get("format") != FORMAT:
         raise ValueError(
-            f"{path} has format {header.get('format', 1)!r} and this version reads format {FORMAT}: responses are "
-            "kept by the content of their prompts now. Delete it to regenerate, or write to another file "
-            "(data.responses, --out)."
+            f"{path} has format {header.get('format', 1)!r}; this version reads format {FORMAT}. Delete it to "
+            "regenerate, or write to another file (data.responses, --out)."
         )
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A turn a server could not answer."""
+    """A turn that a server could not answer."""
 
     id: str
     turn: int
@@ -243,21 +242,17 @@ class Failure:
 
 
 def open_responses(path: Path) -> tuple[dict[str, Any], Iterator[tuple[Reply, Line]]]:
-    """Settings of a responses file, and its replies one by one with their lines' places in it.
+    """Open a responses file: return its settings, and an iterator of replies with their lines.
 
-    A last line cut short by a crash is ignored.
+    A last line that a crash cut off is ignored.
 
     Raises:
-        ValueError: missing, not a responses file, of another format, or a malformed line elsewhere (file and line
-            named).
+        ValueError: the file is missing, no responses file, or has another format; or a line is malformed (named in the
+            message).
     """
     if not path.is_file():
         begun = companion_file(path, "journal").is_file()
-        how = (
-            "the `outrider prepare` that began it has to end: run it again."
-            if begun
-            else "`outrider prepare` makes one."
-        )
+        how = "an `outrider prepare` is unfinished: run it again." if begun else "`outrider prepare` makes one."
         raise ValueError(f"no responses file {path}; {how}")
     with path.open("rb") as file:
         first = file.readline()
@@ -269,18 +264,18 @@ def open_responses(path: Path) -> tuple[dict[str, Any], Iterator[tuple[Reply, Li
             raise TypeError("settings are no mapping")
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} is not a responses file: its first line has no settings. `outrider prepare` "
-            "makes one; give it a name that is free."
+            f"{path} is not a responses file: its first line has no settings. Make one with `outrider prepare` under "
+            "another name."
         ) from error
     _check_format(path, header)
-    return settings, _replies(path, behind=len(first))
+    return settings, _replies(path, start=len(first))
 
 
-def _replies(path: Path, behind: int) -> Iterator[tuple[Reply, Line]]:
+def _replies(path: Path, start: int) -> Iterator[tuple[Reply, Line]]:
     with path.open("rb") as file:
-        file.seek(behind)
+        file.seek(start)
         for number, text in enumerate(file, start=2):
-            line, behind = Line(behind, len(text)), behind + len(text)
+            line, start = Line(start, len(text)), start + len(text)
             if text == b"\n":
                 continue
             try:
@@ -295,7 +290,7 @@ def _replies(path: Path, behind: int) -> Iterator[tuple[Reply, Line]]:
 
 
 def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
-    """Settings and replies of a responses file, all in memory; see `open_responses`."""
+    """Read settings and replies of a responses file into memory; see `open_responses`."""
     settings, replies = open_responses(path)
     return settings, [reply for reply, _ in replies]
 
@@ -313,17 +308,17 @@ def _reply(entry: Mapping[str, Any]) -> Reply:
 
 
 def _are_tokens(ids: object) -> bool:
-    """Whether these are ids that a vocabulary may have; a float or true would be taken for another token."""
+    """Return whether these are possible token ids; a float or bool would pass for another token."""
     return isinstance(ids, list) and {*map(type, ids)} <= {int} and (not ids or (min(ids) >= 0 and max(ids) < 2**31))
 
 
 def companion_file(path: Path, kind: str) -> Path:
-    """FILE.journal.jsonl or FILE.failed.jsonl of FILE.jsonl."""
+    """Return the path FILE.journal.jsonl or FILE.failed.jsonl for FILE.jsonl."""
     return path.with_name(f"{path.stem}.{kind}.jsonl")
 
 
 class ResponseFile:
-    """The responses at `path` and their journal, open for more.
+    """The responses at `path` and their journal, open for appending.
 
     Raises:
         ValueError: they were made with other settings, or a line is malformed.
@@ -334,13 +329,13 @@ class ResponseFile:
             raise ValueError(
                 f"{path} is a directory; name a file for the responses, such as {path / 'responses.jsonl'}."
             )
-        path.parent.mkdir(parents=True, exist_ok=True)  # now: a place that cannot be should not cost a batch
+        path.parent.mkdir(parents=True, exist_ok=True)  # fail on an invalid place before the first batch
         self.path, self.settings = path, dict(settings)
         self.journal = companion_file(path, "journal")
         self.replies: dict[tuple[str, int], Reply] = {}
         if path.exists() and path.stat().st_size:
-            found, replies = read_responses(path)
-            self._check(path, found)
+            stored, replies = read_responses(path)
+            self._check(path, stored)
             self._add(replies)
         self._good_bytes = self._read_journal() if self.journal.exists() else 0
 
@@ -350,7 +345,7 @@ class ResponseFile:
         if not self._good_bytes:
             text = json.dumps({"format": FORMAT, "settings": self.settings}) + "\n" + text
         with self.journal.open("ab") as file:
-            file.truncate(self._good_bytes)  # half a line from a run that died
+            file.truncate(self._good_bytes)  # drop a partial line of a run that died
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -358,7 +353,7 @@ class ResponseFile:
         self._add(replies)
 
     def finish(self, order: Sequence[str], summary: Mapping[str, object], failures: Iterable[Failure]) -> None:
-        """Write the file anew, replies in the order of the conversation ids, and drop the journal."""
+        """Rewrite the file with replies in the order of the conversation ids, and remove the journal."""
         place = {name: number for number, name in enumerate(order)}
         replies = sorted(self.replies.values(), key=lambda r: (place.get(r.id, len(place)), r.id, r.turn))
         header = {"format": FORMAT, "settings": self.settings, "summary": summary}
@@ -373,16 +368,16 @@ class ResponseFile:
         self._good_bytes = 0
 
     def _read_journal(self) -> int:
-        """Take over what is committed; how many bytes of the journal that is."""
+        """Add the committed replies of the journal; return their size in bytes."""
         data = self.journal.read_bytes()
         good = data.rfind(b"\n") + 1
         for number, line in enumerate(data[:good].splitlines(), start=1):
             try:
                 entry = parse_json(line)
-                found, replies = {}, []
+                stored, replies = {}, []
                 if number > 1:
                     replies = [_reply(reply) for reply in entry["replies"]]
-                elif not isinstance(found := entry["settings"], dict):
+                elif not isinstance(stored := entry["settings"], dict):
                     raise TypeError("settings are no mapping")
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(
@@ -390,7 +385,7 @@ class ResponseFile:
                 ) from error
             if number == 1:
                 _check_format(self.journal, entry)
-                self._check(self.journal, found)
+                self._check(self.journal, stored)
             else:
                 self._add(replies)
         return good
@@ -398,32 +393,32 @@ class ResponseFile:
     def _add(self, replies: Iterable[Reply]) -> None:
         self.replies.update(((reply.id, reply.turn), reply) for reply in replies)
 
-    def _check(self, path: Path, found: Mapping[str, Any]) -> None:
-        wanted, found = {"not_in": [], **self.settings}, {"not_in": [], **found}
+    def _check(self, path: Path, stored: Mapping[str, Any]) -> None:
+        wanted, stored = {"not_in": [], **self.settings}, {"not_in": [], **stored}
         different = [
-            f"{name} {found[name]!r}, not {wanted[name]!r}"
+            f"{name} {stored[name]!r}, not {wanted[name]!r}"
             for name in wanted
-            if name in found and found[name] != wanted[name]
-            if name != "target" or canonical_id(str(found[name])) != canonical_id(wanted[name])
+            if name in stored and stored[name] != wanted[name]
+            if name != "target" or canonical_id(str(stored[name])) != canonical_id(wanted[name])
         ]
         if different:
             raise ValueError(
-                f"{path} was made with other settings: {'; '.join(different)}. Set them as they were, or write to "
+                f"{path} was made with other settings: {'; '.join(different)}. Use the same settings, or write to "
                 "another file (data.responses, --out)."
             )
-        if missing := [name for name in wanted if name not in found]:
+        if missing := [name for name in wanted if name not in stored]:
             raise ValueError(
-                f"{path} does not say with which {', '.join(missing)} it was made: an older version wrote it. Delete "
-                "it to regenerate, or write to another file (data.responses, --out)."
+                f"{path} does not record the settings {', '.join(missing)}: an older version wrote it. Delete it to "
+                "regenerate, or write to another file (data.responses, --out)."
             )
 
 
 def sole_writer(path: Path) -> AbstractContextManager[None]:
-    """Wait until no other process completes the responses at `path`."""
+    """Hold the lock on the responses at `path`; wait while another process writes them."""
     return sole_process(path.with_name(f".{path.name}.lock"))
 
 
 def _write_lines(path: Path, entries: Iterable[Mapping[str, object]]) -> None:
     lines = ((json.dumps(entry) + "\n").encode() for entry in entries)
-    # Durable: the journal goes next. There is one writer (`sole_writer`), and a killed one leaves much.
+    # Durable, because the journal is removed next; `sole_writer` removes the large files of killed writers.
     write_atomically(path, lambda file: file.writelines(lines), durable=True, sole_writer=True)

@@ -1,10 +1,10 @@
-"""Sources of conversations: JSON Lines files, prompts by name, prompts made here, Hugging Face data sets.
+"""Read conversations from JSON Lines files, named prompt sets, generators and Hugging Face data sets.
 
     a line of a file     {"turns": [user turn, ...]} or {"messages": [...], "tools": [...]}; `id` is optional
     a row of a data set  any of the shapes that data/conversations.py reads
 
-Hugging Face data sets are `hf:owner/name[/config][:split]` or a directory with a data set in it. Rows are streamed, so
-a limit costs no more than the rows it takes.
+A Hugging Face data set is `hf:owner/name[/config][:split]` or the directory of one. Rows are streamed, so a limit reads
+only the rows that it takes.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from outrider.utils.files import cache_dir, write_atomically
 from outrider.utils.terminal import markdown_table
 
 PREFIX = "hf:"
-DATA = "OUTRIDER_DATA"  # the variable that names a directory of prompt files
+DATA = "OUTRIDER_DATA"  # environment variable with a directory of prompt files
 _log = logging.getLogger(__name__)
 
 
 def dataset_conversations(source: str) -> Iterator[Conversation]:
-    """Conversations of a data set, in its order; rows without anything to answer are passed over and counted.
+    """Yield the conversations of a data set, in its order; rows without a prompt are skipped and counted.
 
     Raises:
-        ValueError: `datasets` is not installed, the data set cannot be had, or none of its columns holds conversations.
+        ValueError: `datasets` is not installed, the data set cannot be loaded, or no column holds conversations.
     """
     name, _, split = source.removeprefix(PREFIX).partition(":")
     config = None
@@ -54,11 +54,11 @@ def dataset_conversations(source: str) -> Iterator[Conversation]:
     rows = open_dataset(name, split or "train", config)
     known = list(rows.column_names or next(iter(rows), {}))
     if not known:
-        raise ValueError(f"data set {name!r} has no rows; of a directory, give a JSONL file in it.")
+        raise ValueError(f"data set {name!r} has no rows; if it is a directory of JSONL files, give one of the files.")
     if not set(COLUMNS) & set(known):
         raise ValueError(
-            f"data set {name!r} has the columns {', '.join(known)}; conversations are looked for in "
-            f"{', '.join(COLUMNS)}. Rename a column, or write the prompts to a JSONL file."
+            f"data set {name!r} has the columns {', '.join(known)}, none of {', '.join(COLUMNS)}. Rename a column, or "
+            "write the prompts to a JSONL file."
         )
     bad = total = 0
     reason = ""
@@ -74,14 +74,14 @@ def dataset_conversations(source: str) -> Iterator[Conversation]:
             f"data set {name!r} has no conversation to answer in {total} rows ({reason or 'it is empty'})."
         )
     if bad:
-        warnings.warn(f"{name}: {bad} of {total} rows passed over; the first: {reason}", stacklevel=2)
+        warnings.warn(f"{name}: {bad} of {total} rows skipped; the first: {reason}", stacklevel=2)
 
 
 def open_dataset(name: str, split: str, config: str | None = None, files: str | None = None) -> Any:
-    """Rows of a data set, streamed where it is on the hub; `files` inside it are JSONL files to read instead.
+    """Open the rows of a data set, streamed from the hub; `files` names JSONL files in it to read instead.
 
     Raises:
-        ValueError: `datasets` is not installed, or the data set cannot be had.
+        ValueError: `datasets` is not installed, or the data set cannot be loaded.
     """
     try:
         import datasets
@@ -96,14 +96,14 @@ def open_dataset(name: str, split: str, config: str | None = None, files: str | 
         if (Path(name) / "dataset_dict.json").is_file():
             return datasets.load_from_disk(name)[split]
         local = Path(name).exists()
-        if not local and not _offline() and not hub_answers():  # offline, the library looks into its own cache
+        if not local and not _offline() and not hub_answers():  # offline, the library uses its cache
             raise ConnectionError(f"{_hub()} does not answer")
-        if files is not None:  # by the reader of such files: the data set's own script, if any, is never run
+        if files is not None:  # read as JSON: the data set's script, if any, never runs
             return datasets.load_dataset(
                 "json", data_files=f"hf://datasets/{name}/{files}", split=split, streaming=True
             )
         return datasets.load_dataset(name, config, split=split, streaming=True)
-    except Exception as error:  # the library raises its own, the hub client's, fsspec's and the file system's errors
+    except Exception as error:  # errors of the library, the hub client, fsspec and the file system
         raise ValueError(
             f"no data set {name!r} with a split {split!r}: looked for a local directory and on the Hugging Face hub "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}). Without network, "
@@ -112,11 +112,11 @@ def open_dataset(name: str, split: str, config: str | None = None, files: str | 
 
 
 # ----------------------------------------------------------------------------
-# Code prompts made from the documented functions of the running Python's own standard library.
+# Code prompts made from the documented functions of Python's standard library.
 #
 #     def name(arguments):  +  its docstring   ->   "implement this function"
 #
-# Sources are parsed, never imported, so nothing runs and nothing of the library is stored in the project.
+# Sources are parsed, never imported, so none of their code runs; nothing of the library is stored in the project.
 # ----------------------------------------------------------------------------
 
 
@@ -131,9 +131,9 @@ _WORDINGS = (
 
 
 def stdlib_turns() -> Iterator[tuple[str, str]]:
-    """(id, user turn) for every documented public function and method, in an order that mixes modules."""
+    """Yield (id, user turn) for every documented public function and method, in an order that mixes modules."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found: dict[str, tuple[str, str]] = {}
+    turns: dict[str, tuple[str, str]] = {}
     for path in sorted(root.rglob("*.py")):
         place = path.relative_to(root)
         if _SKIPPED & set(place.parts) or any(part.startswith("_") for part in place.parts[:-1]):
@@ -145,8 +145,8 @@ def stdlib_turns() -> Iterator[tuple[str, str]]:
         for name, definition in _functions(tree, ".".join(place.with_suffix("").parts)):
             key = hashlib.sha256(definition.encode()).hexdigest()
             wording = _WORDINGS[int(key[:8], 16) % len(_WORDINGS)]
-            found.setdefault(key, (f"stdlib-{name}-{key[:6]}", f"{wording}\n```python\n{definition}\n```"))
-    yield from (found[key] for key in sorted(found))
+            turns.setdefault(key, (f"stdlib-{name}-{key[:6]}", f"{wording}\n```python\n{definition}\n```"))
+    yield from (turns[key] for key in sorted(turns))
 
 
 def _functions(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
@@ -171,19 +171,19 @@ _MADE: dict[str, Callable[[], Iterator[Conversation]]] = {
 
 
 # ----------------------------------------------------------------------------
-# Prompts by name: the data sets that papers on drafting measure (gsm8k, humaneval, mt-bench, ...) and train on
-# (gsm8k-train, sharegpt, ...). A name is looked for in this order, and a message says where it was found:
+# Prompts by name: the data sets that papers on drafting evaluate on (gsm8k, humaneval, mt-bench, ...) and train on
+# (gsm8k-train, sharegpt, ...). A name is searched in this order, and a message reports the place:
 #
-#     1. the hub               once; kept in $OUTRIDER_CACHE/tasks/NAME.jsonl
-#     2. a directory           $OUTRIDER_DATA, or the one that a recipe, a table or --data-dir names: NAME.jsonl in it
-#                              or in a directory in it
-#     3. the package           a shipped set of the same kind of text, in its place; results call it SET-for-NAME
+#     1. the hub               fetched once, cached in $OUTRIDER_CACHE/tasks/NAME.jsonl
+#     2. a directory           $OUTRIDER_DATA, or the one given by a recipe, a table or --data-dir: NAME.jsonl in it or
+#                              in one of its subdirectories
+#     3. the package           a shipped set of the same kind of text instead; results call it SET-for-NAME
 #
-# Mathematics asks for a boxed answer, HumanEval for a solution that passes the tests; the others are asked as they are:
-# the prompts of DFlash's evaluation (arXiv 2602.06036). Two have words of ours: LiveCodeBench, where DFlash's are
-# longer and want nothing but the program, and arena-hard, which is not in it. As in DSpark (arXiv 2607.05147) at most
-# 500 rows of a set that is measured count. LiveCodeBench is its newest file: all six are 4.5 GB, nearly all of it
-# tests; figures on it are not the papers'.
+# Prompts are those of DFlash's evaluation (arXiv 2602.06036): mathematics asks for a boxed answer, HumanEval for a
+# solution that passes the tests, the others add nothing. Two differ: LiveCodeBench, where DFlash's prompt is longer and
+# demands only the program, and arena-hard, which DFlash does not use. As in DSpark (arXiv 2607.05147) evaluation takes
+# at most 500 rows of a set. LiveCodeBench is its newest file only, because all six are 4.5 GB, mostly tests; results on
+# it do not compare with the papers'.
 # ----------------------------------------------------------------------------
 
 
@@ -196,14 +196,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts by a name.
+    """A named set of prompts.
 
     Args:
         repo: the data set on the hub.
-        shipped: the packaged set that stands in for it.
-        turns: makes a conversation of a row, [] of one without any; None: the row is read as one of any data set.
-        files: read instead of the data set's own loading.
-        most: conversations taken.
+        shipped: the packaged set that replaces it offline.
+        turns: converts a row to user turns, [] if it has none; None: rows are read as in any data set.
+        files: JSONL files of the data set to read instead of loading it.
+        most: maximum number of conversations.
     """
 
     name: str
@@ -217,7 +217,7 @@ class Task:
 
     @property
     def trains(self) -> bool:
-        """Whether they are prompts to train on, and not to measure with."""
+        """Whether the prompts are for training and not for evaluation."""
         return self.shipped.startswith("train")
 
 
@@ -244,7 +244,7 @@ def _prompt(row: Row) -> list[str]:
 
 
 def _gpqa(row: Row) -> list[str]:
-    """The question and its four answers, sorted, so that their order does not tell the right one."""
+    """Ask the question with its four answers, sorted so that their order does not reveal the correct one."""
     answers = sorted(row[name].strip() for name in ("Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3))))
     choices = "\n".join(f"{letter}) {answer}" for letter, answer in zip("ABCD", answers, strict=True))
     return [f"{row['Question'].strip()}\n\n{choices}{_BOXED}"]
@@ -254,7 +254,7 @@ def _swe_bench(row: Row) -> list[str]:
     return [f"Fix this issue of the repository {row['repo']}. Answer with a patch.\n\n{row['problem_statement']}"]
 
 
-_MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # what SPEED-Bench has where it may not copy a prompt
+_MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # in SPEED-Bench for prompts that it may not copy
 
 
 def _speed_bench(row: Row) -> list[str]:
@@ -278,7 +278,7 @@ TASKS = (
     Task("arena-hard", "lmarena-ai/arena-hard-auto", "train", shipped=_CHAT, turns=_prompt,
          files="data/arena-hard-v2.0/question.jsonl"),
     Task("speed-bench", "nvidia/SPEED-Bench", "test", shipped=_CHAT, turns=_speed_bench, config="qualitative"),
-    # Calls of tools and their results over several turns; the tools are in the system messages.
+    # Several turns with tool calls and results; the tools are in the system messages.
     Task("hermes-tools", "NousResearch/hermes-function-calling-v1", "train", shipped=_CHAT, files="func-calling.json"),
     Task("gsm8k-train", "openai/gsm8k", "train", shipped="train_math", turns=_problem("question"), config="main",
          most=_MOST_TRAINING_ROWS),
@@ -290,12 +290,12 @@ TASKS = (
 
 
 def task_names() -> list[str]:
-    """Names of all tasks."""
+    """List the names of all tasks."""
     return [task.name for task in TASKS]
 
 
 class Found(NamedTuple):
-    """A file of prompts, what results call it, for people where it is from, and whether it stands in for another."""
+    """A prompt file, its name in results, its origin for messages, and whether it replaces another set."""
 
     path: Path
     label: str
@@ -304,14 +304,14 @@ class Found(NamedTuple):
 
 
 def find_prompts(source: str | Path, directory: str | Path | None = None, fetch: bool = True) -> Found | None:
-    """The file of a source by its path or name; None where it is no file (a data set, prompts that are made here).
+    """Find the file of a source by path or name; None if it is no file (a data set, generated prompts).
 
     Args:
-        directory: of prompt files; None: $OUTRIDER_DATA.
-        fetch: whether a named data set may be fetched from the hub; where it is not here yet, nothing is said, either.
+        directory: directory of prompt files; None: $OUTRIDER_DATA.
+        fetch: whether a named data set may be fetched from the hub.
 
     Raises:
-        ValueError: nothing of that path or name, or the directory is none or has two files of that name.
+        ValueError: the source is unknown, or the directory does not exist or has two files of that name.
     """
     name = str(source)
     if name in _MADE or name.startswith(PREFIX) or Path(name).is_dir():
@@ -348,8 +348,8 @@ def _find_task(task: Task, directory: Path | None, fetch: bool) -> Found:
     file = None if directory is None else _file_in(directory, task.name, not_in=_EVALUATED if task.trains else _TRAINED)
     if file is not None:
         return Found(file, task.name, f"{file} ({why})")
-    here = f"${DATA} names no directory" if directory is None else f"no {task.name}.jsonl in {directory}"
-    origin = f"the shipped set {task.shipped} in its place ({why}; {here})"
+    missing = f"${DATA} names no directory" if directory is None else f"no {task.name}.jsonl in {directory}"
+    origin = f"the shipped set {task.shipped} in its place ({why}; {missing})"
     return Found(shipped_sets()[task.shipped], f"{task.shipped}-for-{task.name}", origin, stands_in=True)
 
 
@@ -357,35 +357,36 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "-").removesuffix("-prompts")
 
 
-_TRAINED, _EVALUATED = ("train",), ("eval", "test")  # how directories of such prompts begin
+_TRAINED, _EVALUATED = ("train",), ("eval", "test")  # prefixes of the directories of such prompts
 
 
 def _file_in(directory: Path, name: str, not_in: tuple[str, ...] = ()) -> Path | None:
-    """NAME.jsonl in a directory or one level below, in any case; `_` stands for `-`, and _prompts may be behind it.
+    """Find NAME.jsonl in a directory or one level below, ignoring case, `_` or `-`, and a suffix _prompts.
 
     Args:
-        not_in: beginnings of the names of directories below in which it is not looked for: a drafter is not measured
-            on what it is trained on.
+        not_in: prefixes of subdirectories to skip, so that a drafter is not evaluated on its training prompts.
     """
     if not directory.is_dir():
-        raise ValueError(f"{directory} is no directory: ${DATA} and --data-dir name one with NAME.jsonl files.")
+        raise ValueError(f"{directory} is no directory: set ${DATA} or --data-dir to one with NAME.jsonl files.")
     below = [file for file in directory.glob("*/*.jsonl") if not file.parent.name.lower().startswith(not_in)]
     files = sorted([*directory.glob("*.jsonl"), *below])
-    found = [file for file in files if _plain(file.stem) == _plain(name)]
-    if len(found) > 1:
-        raise ValueError(f"{', '.join(map(str, found))}: which of them is {name}? Leave one there, or give its path.")
-    return found[0] if found else None
+    matches = [file for file in files if _plain(file.stem) == _plain(name)]
+    if len(matches) > 1:
+        raise ValueError(f"{', '.join(map(str, matches))}: several files match {name}. Keep one, or give its path.")
+    return matches[0] if matches else None
 
 
 @cache
 def _not_fetched(task: Task, path: Path) -> str | None:
-    """Fetch a task into the cache; the reason where that failed, which is not tried again in this process."""
+    """Fetch a task into the cache; return the reason if that fails, without retries in this process."""
     try:
         rows = open_dataset(task.repo, task.split, task.config, files=task.files)
         lines = [json.dumps(line, ensure_ascii=False) for line in islice(_task_lines(task, rows), task.most)]
         if not lines:
             raise ValueError(f"the data set {task.repo} has no rows")
-    except Exception as error:  # rows are streamed: the network may fail at any of them, in any library's way
+    except (
+        Exception
+    ) as error:  # rows are streamed, so the network may fail at any row, with errors of several libraries
         if _of_network(error):
             _unreachable.append(f"fetching {task.repo} failed")
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"
@@ -394,11 +395,11 @@ def _not_fetched(task: Task, path: Path) -> str | None:
     return None
 
 
-_unreachable: list[str] = []  # why data sets are not fetched any more: each further one could take minutes to fail
+_unreachable: list[str] = []  # the reason to stop fetching: each further data set could take minutes to fail
 
 
 def _of_network(error: BaseException | None) -> bool:
-    """Whether the connection failed, at this error or one behind it, and not only this data set."""
+    """Return whether this error or one of its causes is a failed connection, and not a problem of this data set."""
     while error is not None and not isinstance(error, (ConnectionError, TimeoutError, httpx.TransportError)):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -410,7 +411,7 @@ def _task_lines(task: Task, rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
             if turns := task.turns(row):
                 yield {"id": f"{task.name}-{number}", "turns": turns}
             continue
-        with suppress(ValueError):  # such collections have rows without anything to answer
+        with suppress(ValueError):  # such collections have rows without a prompt
             yield {**row_of(parse_row({k: v for k, v in row.items() if k in COLUMNS})), "id": f"{task.name}-{number}"}
 
 
@@ -427,19 +428,19 @@ _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 @cache
 def hub_answers() -> bool:
-    """Whether the hub can be reached; asked once per process, for three seconds or $HF_HUB_ETAG_TIMEOUT."""
+    """Return whether the hub answers within three seconds or $HF_HUB_ETAG_TIMEOUT; checked once per process."""
     answered: list[bool] = []
     seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", _SECONDS_FOR_THE_HUB))
 
     def ask() -> None:
-        with suppress(Exception):  # a misspelt $HF_ENDPOINT or proxy is none of httpx.HTTPError
+        with suppress(Exception):  # a misspelt $HF_ENDPOINT or proxy raises other errors than httpx.HTTPError
             httpx.head(_hub(), timeout=seconds)
             answered.append(True)
 
-    # In a thread: the timeout does not bound the lookup of the name.
-    asking = Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(seconds)
+    # In a thread, because the timeout does not bound the DNS lookup.
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
     return bool(answered)
 
 
@@ -449,18 +450,18 @@ def _say_once(line: str, level: int) -> None:
 
 
 # ----------------------------------------------------------------------------
-# Any of these sources by its name or path.
+# All sources by name or path.
 # ----------------------------------------------------------------------------
 
 
 def shipped_sets() -> dict[str, Path]:
-    """The prompt sets inside the package, by name (train_chat, eval_math, ...)."""
+    """Return the prompt sets inside the package, by name (train_chat, eval_math, ...)."""
     folder = Path(str(resources.files("outrider.data") / "prompts"))
     return {path.stem: path for path in sorted(folder.glob("*.jsonl"))}
 
 
 def iterate_prompts(path_or_name: str | Path, directory: str | Path | None = None) -> Iterator[Conversation]:
-    """Conversations of a source one by one, so that a limit need not read all of it. See `load_prompts`."""
+    """Yield the conversations of a source one by one, so that a limit reads only part of it. See `load_prompts`."""
     name = str(path_or_name)
     found = find_prompts(name, directory)
     if found is None and name in _MADE:
@@ -480,32 +481,32 @@ def load_prompts(
     data set of the hub (`hf:owner/name[/config][:split]`), or a data set's directory.
 
     Args:
-        directory: where prompts by name are looked for without network; None: $OUTRIDER_DATA.
+        directory: directory of prompt files, searched without network; None: $OUTRIDER_DATA.
 
     Raises:
-        ValueError: no such file or set, or a malformed line (the message names file and line).
+        ValueError: the source is unknown, or a line is malformed (the message names file and line).
     """
     return list(islice(iterate_prompts(path_or_name, directory), limit))
 
 
 def prompt_sources(sources: Sequence[str], directory: str | None = None) -> list[bool]:
-    """Whether each of several sources to train on is to be read: not a shipped set in another's place if it is read
-    anyway. A warning tells of sources that drafters are measured with.
+    """Return which training sources to read: a shipped set that replaces several sources is read once.
+
+    It warns of sources that are also evaluation sets.
 
     Raises:
-        ValueError: see `find_prompts`; or a set that drafters are measured with would stand in for a source.
+        ValueError: see `find_prompts`; or an evaluation set would replace a source.
     """
     found = [find_prompts(source, directory) for source in sources]
     for source, file in zip(sources, found, strict=True):
         if file is not None and _measures(source):
             if file.stands_in:
                 raise ValueError(
-                    f"prompts {source}: a name of prompts to measure with, of which there are none here: "
-                    f"{file.path.stem}, another set to measure with, would be trained on. Files in directories train* "
-                    "are not found by this name: give the path of yours, or one of "
+                    f"prompts {source}: an evaluation set that is not available; training would use {file.path.stem}, "
+                    "another evaluation set. Give the path of your training file, or one of "
                     f"{', '.join(task.name for task in TASKS if task.trains)}."
                 )
-            line = f"prompts {source}: drafters are measured with them; one that is trained on them looks better there"
+            line = f"prompts {source}: an evaluation set; a drafter trained on it gets inflated results there"
             _say_once(line, logging.WARNING)
     taken = {file.path for file in found if file is not None and not file.stands_in}
     chosen = []
@@ -519,22 +520,22 @@ def prompt_sources(sources: Sequence[str], directory: str | None = None) -> list
 
 
 def _measures(source: str) -> bool:
-    """Whether a source is a task or shipped set of prompts to measure with."""
+    """Return whether a source is a task or shipped set for evaluation."""
     return (source in shipped_sets() and source.startswith("eval")) or any(
         task.name == source and not task.trains for task in TASKS
     )
 
 
 def prompts_label(source: str | Path, directory: str | Path | None = None) -> str:
-    """What results call a source: its name, a file's without its ending, SET-for-NAME where a shipped set stands in."""
+    """Return a source's name in results: its name, a file's stem, or SET-for-NAME if a shipped set replaces it."""
     found = find_prompts(source, directory)
     return Path(str(source)).stem if found is None else found.label
 
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """How the prompts of tasks are decoded. `max_samples`: prompts per task, None for all; `thinking`: asked of the
-    chat template."""
+    """Decoding settings for tasks. `max_samples`: prompts per task, None for all; `thinking`: switch of the chat
+    template."""
 
     max_samples: int | None = None
     max_new_tokens: int = 256
@@ -543,37 +544,37 @@ class TaskSettings:
 
 
 def load_tasks(tasks: Sequence[str], max_samples: int | None = None) -> list[tuple[str, list[Conversation]]]:
-    """(name, prompts) of each task; the name is `prompts_label`.
+    """Load (name, prompts) of each task, named by `prompts_label`.
 
     Raises:
-        ValueError: a task file is missing or malformed, or has the name of another.
+        ValueError: a task file is missing or malformed, or two have the same name.
     """
     names = [prompts_label(task) for task in tasks]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two task files are called {', '.join(twice)}, and results go by that name: rename one.")
+        raise ValueError(f"two task files have the name {', '.join(twice)} in results: rename one.")
     return [(name, load_prompts(task, max_samples)) for name, task in zip(names, tasks, strict=True)]
 
 
 # ----------------------------------------------------------------------------
-# Overlap: prompts to train on that share text with prompts to measure with.
+# Overlap: training prompts that share text with evaluation prompts.
 #
 #     a user turn  ->  words: runs of letters and digits, lower case  ->  all runs of 13 words, and of 8
 #
-# A turn of fewer words is one run, so it is shared where it is the same. Words that all first turns of a set begin or
-# end with, 8 or more, are what it is asked with: "Please reason step by step ..." is no text of gsm8k.
+# A turn of fewer words is one run, so only an equal turn shares it. Words that all first turns of a set begin or end
+# with, 8 or more, are its prompt template and not counted: "Please reason step by step ..." is no text of gsm8k.
 # ----------------------------------------------------------------------------
 
 
-SHARED_WORDS = 13  # a prompt that shares so many with one to measure with is not trained on
-_COUNTED_WORDS = 8  # so many are counted, too
+SHARED_WORDS = 13  # a training prompt that shares so many in a row with an evaluation prompt is dropped
+_COUNTED_WORDS = 8  # shared runs of this length are counted only
 _WORD = re.compile(r"\w+")
 
 
 class EvaluationText:
-    """The text of sets of prompts to measure with; which prompts share some of it is counted, source by source.
+    """The text of evaluation sets; counts the training prompts that share some of it, by source.
 
     Args:
-        names: of the sets, as in `load_prompts`.
+        names: names of the sets, as in `load_prompts`.
 
     Raises:
         ValueError: see `load_prompts`.
@@ -581,7 +582,7 @@ class EvaluationText:
 
     def __init__(self, names: Sequence[str], directory: str | Path | None = None) -> None:
         self.sizes: dict[str, int] = {}  # prompts of each set
-        self.read: Counter[str] = Counter()  # prompts of each source that were looked at
+        self.read: Counter[str] = Counter()  # prompts of each source that were checked
         self.sharing: Counter[tuple[str, str, int]] = Counter()  # (source, set, words): prompts of the source
         self.touched: defaultdict[tuple[str, str, int], set[int]] = defaultdict(set)  # prompts of the set, by number
         self._places: dict[str, set[tuple[str, int]]] = {}  # run of words -> (set, number of the prompt)
@@ -596,7 +597,7 @@ class EvaluationText:
                         self._places.setdefault(run, set()).add((label, number))
 
     def shares(self, source: str, prompt: Conversation) -> bool:
-        """Whether a prompt has SHARED_WORDS words in a row with one of the sets. It is counted."""
+        """Return whether a prompt shares SHARED_WORDS words in a row with a set, and count it."""
         self.read[source] += 1
         for size in (_COUNTED_WORDS, SHARED_WORDS):
             places: set[tuple[str, int]] = set()
@@ -610,7 +611,7 @@ class EvaluationText:
         return bool(places)
 
     def table(self) -> list[str]:
-        """What was counted: a line for every source and set that share something, and one for a source without any."""
+        """Return the counts: a line for every source and set that share text, and one for a source that shares none."""
         headings = ("prompts", "read", "set", f"share {_COUNTED_WORDS} words", "of the set", "dropped", "of the set")
         rows = []
         for source, read in self.read.items():
@@ -627,19 +628,19 @@ class EvaluationText:
 
 
 def _words_of(prompt: Conversation) -> list[list[str]]:
-    """The words of each turn's user messages."""
-    said = [[str(m["content"]) for m in messages_of(turn) if m["role"] == "user"] for turn in prompt.turns]
-    return [_WORD.findall("\n".join(texts).lower()) for texts in said]
+    """Split the user messages of each turn into words."""
+    user_texts = [[str(m["content"]) for m in messages_of(turn) if m["role"] == "user"] for turn in prompt.turns]
+    return [_WORD.findall("\n".join(texts).lower()) for texts in user_texts]
 
 
 def _runs(words: Sequence[str], size: int) -> Iterator[str]:
-    """All runs of so many words; of fewer words, they themselves."""
+    """Yield all runs of `size` words; all words, if they are fewer."""
     for start in range(max(len(words) - size, 0) + 1 if words else 0):
         yield " ".join(words[start : start + size])
 
 
 def _frame(turns: Sequence[list[str]]) -> tuple[int, int]:
-    """How many words all of several turns begin and end with; 0 for fewer than _COUNTED_WORDS."""
+    """Count the words that all turns begin and end with; 0 if fewer than _COUNTED_WORDS."""
 
     def common(lists: Sequence[Sequence[str]]) -> int:
         same = sum(1 for _ in takewhile(lambda words: len(set(words)) == 1, zip(*lists, strict=False)))

@@ -1,1 +1,1 @@
-"""Files, processes, devices and measurements."""
+"""Utilities for files, processes, devices, terminals and measurements."""

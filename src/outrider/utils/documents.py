@@ -1,6 +1,4 @@
-"""Reading of JSON and YAML that others wrote, bounded in depth and size: recursion over what is read cannot
-overflow.
-"""
+"""Read untrusted JSON and YAML with bounded depth and size, so that recursion over the values cannot overflow."""
 
 from __future__ import annotations
 
@@ -12,13 +10,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
-_DEEPEST = 100  # mappings and lists inside one another; ours have fewer than ten
-_MOST_YAML_VALUES = 1_000_000  # aliases counted each time: a few lines can mean more than fits into memory
+_DEEPEST = 100  # maximum nesting of mappings and lists; Outrider's files have fewer than ten levels
+_MOST_YAML_VALUES = 1_000_000  # aliases count each time: a few lines can expand beyond memory
 
 
 class Section(BaseModel):
-    """A section of a recipe or another document. Unknown fields are refused; a field's docstring is its description in
-    the JSON schema.
+    """Base of sections of a recipe or another document.
+
+    Unknown fields are refused; a field's docstring is its description in the JSON schema.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
@@ -28,79 +27,80 @@ class Section(BaseModel):
     def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and kind in (int, float, int | None, float | None):
-            raise ValueError(f"{value} is no number")
+            raise ValueError(f"{value} is not a number")
         return value
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that a JSON text means.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: not JSON, not in a Unicode encoding, nested more than 100 deep, or a number of thousands of digits.
+        ValueError: it is not JSON or not Unicode, is nested more than 100 deep, or has a number of thousands of digits.
     """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
     brackets = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
-    if brackets > _DEEPEST:  # fewer cannot be nested deeper, so most texts need no walk
-        _check_bounds(found, len(text))
-    return found
+    if brackets > _DEEPEST:  # fewer brackets cannot be nested deeper: most texts skip the check
+        _check_bounds(value, len(text))
+    return value
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file.
+    """Read the value of a JSON file.
 
     Raises:
-        ValueError: see `parse_json`, or the path is a directory or a pipe; the message names it.
-        OSError: it cannot be read.
+        ValueError: see `parse_json`; or the path is no regular file. The message names the path.
+        OSError: the file cannot be read.
     """
     return _read(path, "JSON", parse_json)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The fields in a JSON file.
+    """Read the mapping in a JSON file.
 
     Raises:
-        ValueError: see `read_json`, or not a mapping.
+        ValueError: see `read_json`; or the value is no mapping.
     """
-    found = read_json(path)
-    if not isinstance(found, dict):
+    fields = read_json(path)
+    if not isinstance(fields, dict):
         raise ValueError(f"{path}: not a JSON mapping of fields.")
-    return found
+    return fields
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that a YAML text means.
+    """Parse a YAML text.
 
     Raises:
-        ValueError: not YAML, nested more than 100 deep, or more than a million values where aliases are written out.
+        ValueError: it is not YAML, is nested more than 100 deep, or has more than a million values with aliases
+            expanded.
     """
-    import yaml  # here: JSON is read without it
+    import yaml  # imported here, because most callers read only JSON
 
     try:
-        found = yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a 30th of February, too many digits
         raise ValueError(" ".join(str(error).split())) from error
-    _check_bounds(found, _MOST_YAML_VALUES)
-    return found
+    _check_bounds(value, _MOST_YAML_VALUES)
+    return value
 
 
 def read_yaml(path: Path) -> Any:
-    """The value in a YAML file.
+    """Read the value of a YAML file.
 
     Raises:
-        ValueError: see `parse_yaml`, or the path is a directory or a pipe; the message names it.
-        OSError: it cannot be read.
+        ValueError: see `parse_yaml`; or the path is no regular file. The message names the path.
+        OSError: the file cannot be read.
     """
     return _read(path, "YAML", parse_yaml)
 
 
 def _read(path: Path, language: str, parse: Callable[[str], Any]) -> Any:
-    if os.path.lexists(path) and not path.is_file():  # reading a pipe would wait for ever
-        raise ValueError(f"{path} is no file.")
+    if os.path.lexists(path) and not path.is_file():  # reading a pipe would wait forever
+        raise ValueError(f"{path} is not a regular file.")
     try:
         return parse(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError, too
@@ -110,8 +110,8 @@ def _read(path: Path, language: str, parse: Callable[[str], Any]) -> Any:
 _TOO_DEEP = f"lists and mappings are nested more than {_DEEPEST} deep"
 
 
-def _check_bounds(value: object, most: int) -> None:
-    """Refuse a value that is nested too deep, or has more than `most` values inside it."""
+def _check_bounds(value: object, limit: int) -> None:
+    """Refuse a value that is nested too deep or contains more than `limit` values."""
     level, count = [value], 0
     for _ in range(_DEEPEST):
         level = [
@@ -123,6 +123,6 @@ def _check_bounds(value: object, most: int) -> None:
         count += len(level)
         if not level:
             return
-        if count > most:
-            raise ValueError(f"more than {most} values, aliases written out")
+        if count > limit:
+            raise ValueError(f"more than {limit} values, with aliases expanded")
     raise ValueError(_TOO_DEEP)

@@ -1,4 +1,4 @@
-"""Atomic writes of files and directories, reading of weight files, hashes."""
+"""Write files and directories atomically, read weight files, hash files."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from outrider.utils.locks import is_held, marked_in_use
 
 
 def cache_dir() -> Path:
-    """Outrider's cache of this user: $OUTRIDER_CACHE, else outrider/ under $XDG_CACHE_HOME or ~/.cache."""
+    """Return the user's cache directory: $OUTRIDER_CACHE, else outrider/ under $XDG_CACHE_HOME or ~/.cache."""
     if configured := os.environ.get("OUTRIDER_CACHE"):
         return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "outrider"
 
 
-# Temporary names: .NAME.outrider-<32 random hex digits>, with .tmp (a file) or .old (what is being replaced) behind it.
-# Nothing with another name is ever removed.
+# Temporary names: .NAME.outrider-<32 random hex digits>, followed by .tmp (a file) or .old (being replaced). Nothing
+# with another name is ever removed.
 _TEMPORARY = re.compile(r"\.(.+)\.outrider-[0-9a-f]{32}(\.tmp|\.old)?", re.DOTALL)
 
 
@@ -40,13 +40,13 @@ def _temporary(path: Path, suffix: str = "") -> Path:
 
 
 def unfinished_writes(directory: Path, *names: str) -> list[Path]:
-    """What writers of files and directories of these names (none: of any) have not finished, or left when killed."""
+    """List temporary files and directories of unfinished or killed writers, of these names or of all."""
     try:
         entries = sorted(directory.iterdir())
     except OSError:
         return []
-    found = ((path, _TEMPORARY.fullmatch(path.name)) for path in entries)
-    return [path for path, match in found if match and (not names or match[1] in names)]
+    matches = ((path, _TEMPORARY.fullmatch(path.name)) for path in entries)
+    return [path for path, match in matches if match and (not names or match[1] in names)]
 
 
 def write_atomically(
@@ -60,13 +60,13 @@ def write_atomically(
     """Write a file atomically: a temporary file beside `path` is renamed to it.
 
     Args:
-        content: text (written as UTF-8), bytes, or what writes into the open file.
-        durable: content and name are on disk when this returns.
-        sole_writer: one process at a time writes `path`: what a killed one left is removed first.
-        keep_first: several processes may bring the file, and whoever comes first decides.
+        content: text (written as UTF-8), bytes, or a function that writes into the open file.
+        durable: whether content and name are on disk on return.
+        sole_writer: whether only one process writes `path`, so that remains of killed writers are removed first.
+        keep_first: whether to keep an existing file, for several processes that write the same one.
 
     Raises:
-        OSError: the disk is full or not writable; what was at `path` is untouched, and the temporary file is gone.
+        OSError: the disk is full or not writable; `path` is unchanged and the temporary file is removed.
     """
     if sole_writer:
         for left in unfinished_writes(path.parent, path.name):
@@ -86,7 +86,9 @@ def write_atomically(
         else:
             staging.replace(path)
     except (FileExistsError, FileNotFoundError):
-        if not keep_first or not path.exists():  # else another process was faster, and may have cleared up after us
+        if (
+            not keep_first or not path.exists()
+        ):  # otherwise another process was faster, and may have removed our temporary file
             raise
     finally:
         staging.unlink(missing_ok=True)
@@ -99,20 +101,20 @@ def write_atomically(
 
 
 def free_bytes(directory: Path) -> int:
-    """Free on the disk that `directory` is on, or will be."""
+    """Return the free bytes of the disk that holds `directory`, or will hold it."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
 def check_space(directory: Path, needed: int, what: str, remedy: str) -> None:
-    """Refuse work that the disk has no room for.
+    """Refuse work that needs more space than the disk has.
 
     Args:
-        what: takes `needed` bytes.
-        remedy: a sentence that says what to do.
+        what: subject of the message, which needs `needed` bytes.
+        remedy: sentence with the fix.
 
     Raises:
-        ValueError: fewer bytes are free.
+        ValueError: fewer than `needed` bytes are free.
     """
     free = free_bytes(directory)
     if needed > free:
@@ -123,29 +125,29 @@ def check_space(directory: Path, needed: int, what: str, remedy: str) -> None:
 
 
 def invalid_fields(error: ValidationError, whole: str = "") -> list[str]:
-    """`name: message` of each field that pydantic refused; `whole` is the name where it is no single field."""
-    found = [(".".join(map(str, e["loc"])) or whole, e["msg"].removeprefix("Value error, ")) for e in error.errors()]
-    return [f"{name}: {message}" for name, message in found]
+    """List `name: message` for each field that pydantic refused; `whole` names errors of no single field."""
+    errors = [(".".join(map(str, e["loc"])) or whole, e["msg"].removeprefix("Value error, ")) for e in error.errors()]
+    return [f"{name}: {message}" for name, message in errors]
 
 
 @contextmanager
 def atomic_directory(destination: Path) -> Iterator[Path]:
-    """A staging directory beside `destination` that takes its place when the block ends well, and vanishes otherwise.
+    """Yield a staging directory that replaces `destination` if the block succeeds, and is removed otherwise.
 
     Raises:
-        OSError: the disk is full or not writable, or `destination` is a file; what was there is untouched.
+        OSError: the disk is full or not writable, or `destination` is a file; `destination` is unchanged.
     """
     if destination.is_file():
         raise NotADirectoryError(errno.ENOTDIR, f"{destination} is a file: choose another place, or move it away.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     recover_interrupted_write(destination)
     staging = _temporary(destination)
-    staging.mkdir()  # not mkdtemp: a checkpoint must be readable by whom the umask allows
+    staging.mkdir()  # not mkdtemp, whose directories are private: the umask decides who reads a checkpoint
     try:
         with marked_in_use(staging):
             yield staging
             for file in staging.iterdir():
-                file.chmod(staging.stat().st_mode & 0o666)  # safetensors writes files for the owner only
+                file.chmod(staging.stat().st_mode & 0o666)  # safetensors makes files private
             if os.path.lexists(destination):
                 retired = staging.with_name(f"{staging.name}.old")
                 destination.rename(retired)
@@ -155,7 +157,9 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
                     retired.rename(destination)
                     raise
                 with suppress(FileNotFoundError):  # another process has removed it
-                    retired.rename(staging)  # without .old: nobody restores it, should we be killed while it is removed
+                    retired.rename(
+                        staging
+                    )  # without .old it is not restored if this process is killed while removing it
             else:
                 staging.rename(destination)
     except (OSError, SafetensorError) as error:
@@ -173,10 +177,10 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
 def recover_interrupted_write(destination: Path) -> None:
     """Recover from a writer killed inside `atomic_directory`: restore the former directory, remove temporary ones.
 
-    What belongs to a writer that is alive stays as it is.
+    Directories of writers that still run are left alone.
     """
-    found = unfinished_writes(destination.parent, destination.name)
-    left = [path for path in found if not is_held(path.with_name(path.name.removesuffix(".old")))]
+    unfinished = unfinished_writes(destination.parent, destination.name)
+    left = [path for path in unfinished if not is_held(path.with_name(path.name.removesuffix(".old")))]
     retired = [path for path in left if path.suffix == ".old"]
     if retired and not os.path.lexists(destination):
         last = max(retired, key=lambda path: path.lstat().st_ctime_ns)
@@ -188,14 +192,14 @@ def recover_interrupted_write(destination: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a temporary file or directory, or the link that stood in its place."""
+    """Remove a temporary file, directory or link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
-_WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")  # the latter: Medusa's own releases
+_WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")  # the latter in Medusa's releases
 _MASK = "mask_embedding.pt"  # vLLM reads it beside a DFlash drafter's weights
 _INDEX = "model.safetensors.index.json"
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
@@ -204,38 +208,40 @@ _ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".xz", ".7z", ".bz2", ".zst", ".nemo
 
 
 def refuse_archive(path: Path) -> None:
-    """Refuse a file that is given in place of a directory, and say what to do with it.
+    """Refuse a file given instead of a directory; the message says how to fix it.
 
     Raises:
-        ValueError: it is a file.
+        ValueError: the path is a file.
     """
     if not path.is_file():
         return
     if path.suffix in _PICKLES:
-        raise ValueError(f"{path} is a pickle, which can run code when it is read. {_CONVERT}")
+        raise ValueError(f"{path} is a pickle, which can run code when read. {_CONVERT}")
     if path.suffix in _ARCHIVES:
         raise ValueError(f"{path} is an archive: unpack it and give the directory with config.json in it.")
     if path.suffix == ".gguf":
         raise ValueError(
-            f"{path} is a GGUF, which llama.cpp reads: give the Hugging Face directory it was converted from."
+            f"{path} is a GGUF file for llama.cpp: give the Hugging Face directory that it was converted from."
         )
     raise ValueError(f"{path} is a file: give the directory that holds config.json and model.safetensors.")
 
 
 _CONVERT = (
-    "Outrider reads safetensors only: ask its maker for them, or convert it yourself with torch.load(file, "
+    "Outrider reads safetensors only: ask its authors for them, or convert it yourself with torch.load(file, "
     "weights_only=True) and safetensors.torch.save_file(tensors, 'model.safetensors')."
 )
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory.
+    """List the safetensors files of a checkpoint directory.
 
     Raises:
-        ValueError: there are none, or an index names what is not there.
+        ValueError: there are none, or the index is invalid.
     """
     if (directory / _MASK).exists():
-        raise ValueError(f"{directory / _MASK} is a pickle with a mask embedding that no drafter here has. {_CONVERT}")
+        raise ValueError(
+            f"{directory / _MASK} is a pickle with a mask embedding, which no drafter here has. {_CONVERT}"
+        )
     for name in _WEIGHTS:
         if (directory / name).is_file():
             return [directory / name]
@@ -245,9 +251,9 @@ def weight_files(directory: Path) -> list[Path]:
             names = sorted(set(read_json(index)["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{index}: weight_map is not a mapping of tensors to files ({error!r}).") from error
-        strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
-        if strange or not names:
-            raise ValueError(f"{index}: weight_map names {strange or 'no files'}; it must name files beside it.")
+        invalid = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+        if invalid or not names:
+            raise ValueError(f"{index}: weight_map names {invalid or 'no files'}; it must name files beside it.")
         return [directory / name for name in names]
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLES | _ARCHIVES)
     if pickles:
@@ -258,22 +264,22 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_weights(directory: Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a checkpoint directory whose names begin so, whether in one file or in parts.
+    """Read the tensors of a checkpoint directory whose names begin with `prefix`, from one file or several.
 
     Raises:
-        ValueError: missing, not readable safetensors, or a tensor that is in two files.
+        ValueError: a file is missing or no readable safetensors, or two files have the same tensor.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in weight_files(directory):
-        tensors = read_tensors(path, prefix)
-        if twice := sorted(set(tensors) & set(found)):
-            raise ValueError(f"{path}: tensor {twice[0]} is in another file of {directory} too.")
-        found |= tensors
-    return found
+        part = read_tensors(path, prefix)
+        if twice := sorted(set(part) & set(tensors)):
+            raise ValueError(f"{path}: tensor {twice[0]} is in another file of {directory}, too; remove one of them.")
+        tensors |= part
+    return tensors
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as its file's header has it; `kind` is safetensors' word for the type, as BF16."""
+    """A tensor as described in its file's header; `kind` is safetensors' name of the type, such as BF16."""
 
     path: Path
     shape: list[int]
@@ -281,24 +287,24 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint directory by name, from the headers of its files: no weights are read.
+    """Read the headers of a checkpoint's files: its tensors by name, without weights.
 
     Raises:
         ValueError: see `read_weights`.
     """
-    found: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     for path in weight_files(directory):
         with _readable(path), safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-            found |= {name: StoredTensor(path, list(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-    return found
+            stored |= {name: StoredTensor(path, list(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    return stored
 
 
 def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a safetensors file whose names begin so.
+    """Read the tensors of a safetensors file whose names begin with `prefix`.
 
     Raises:
-        ValueError: missing or not a readable safetensors file.
+        ValueError: the file is missing or no readable safetensors.
     """
     with _readable(path):
         if not prefix:
@@ -309,7 +315,7 @@ def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turns what safetensors raises for a damaged file into a ValueError that names it."""
+    """Convert safetensors' errors for a damaged file into a ValueError that names it."""
     if not path.is_file():
         raise ValueError(f"{path} is missing: not a complete checkpoint directory.")
     try:
@@ -328,12 +334,13 @@ def check_tensors(
     """Check names, shapes and types of the tensors of a file.
 
     Args:
-        wanted: tensors of the right shapes and types; meta tensors will do.
-        source: what `wanted` follows from, for messages.
-        exact_types: whether one floating-point type may not stand for another. Integers never stand for floats.
+        wanted: tensors of the required shapes and types, possibly on the meta device.
+        source: origin of `wanted`, for messages.
+        exact_types: whether floating-point types must be equal; otherwise any of them will do. Integers never replace
+            floats.
 
     Raises:
-        ValueError: naming what is missing, unknown, or of another shape or type.
+        ValueError: a tensor is missing, unknown, or has another shape or type; the message names it.
     """
     missing = sorted(set(wanted) - set(found))
     unknown = sorted(set(found) - set(wanted))
@@ -355,12 +362,12 @@ def check_tensors(
 
 
 def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that hold NaN or infinity.
+    """Refuse weights with NaN or infinity.
 
     Raises:
-        ValueError: naming the tensors.
+        ValueError: a tensor is not finite; the message names it.
     """
-    # A finite sum has only finite terms, costs one reading and no copy; one that overflows is looked at again.
+    # A finite sum has only finite terms and needs no copy; only a sum that overflows needs a second check.
     broken = [
         name
         for name, tensor in tensors.items()
@@ -369,13 +376,13 @@ def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     if broken:
         more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
         raise ValueError(
-            f"{path}: {', '.join(broken[:3])}{more} has NaN or infinity: training diverged or the file was damaged. "
-            "Fetch it again or take an earlier checkpoint."
+            f"{path}: {', '.join(broken[:3])}{more} has NaN or infinity: training diverged or the file is damaged. "
+            "Fetch it again or use an earlier checkpoint."
         )
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, as hex digits."""
+    """Return the SHA-256 of a file as hex digits."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while chunk := file.read(1 << 24):
@@ -384,7 +391,7 @@ def file_sha256(path: Path) -> str:
 
 
 def check_outputs(*directories: Path | None, files: Sequence[Path | None] = ()) -> None:
-    """Refuse, before hours of work, places where results cannot be written; nothing is created.
+    """Refuse places where results cannot be written, before hours of work; nothing is created.
 
     Raises:
         ValueError: a file is a directory, or a directory would be inside a file or inside a read-only directory.
@@ -393,7 +400,7 @@ def check_outputs(*directories: Path | None, files: Sequence[Path | None] = ()) 
         if file is not None and file.is_dir():
             raise ValueError(f"{file} is a directory: name a file.")
     for place in (*directories, *(file and file.parent for file in files)):
-        there = place and next(above for above in (place, *place.parents) if above.exists())
-        if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
-            kind = "is read-only" if there.is_dir() else "is a file"
-            raise ValueError(f"nothing can be written to {place}: {there} {kind}.")
+        existing = place and next(above for above in (place, *place.parents) if above.exists())
+        if existing is not None and not (existing.is_dir() and os.access(existing, os.W_OK)):
+            kind = "is read-only" if existing.is_dir() else "is a file"
+            raise ValueError(f"cannot write to {place}: {existing} {kind}. Choose another place.")

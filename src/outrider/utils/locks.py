@@ -1,4 +1,4 @@
-"""Lock files: one process at a time. The lock of a process that died is free."""
+"""Lock files and directories for one process at a time; the system frees the lock of a process that dies."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LOCK = ".lock"  # of a training, in its OUT
+LOCK = ".lock"  # name of a training's lock file in its OUT
 
 
 @contextmanager
 def sole_process(path: Path, taken: str | None = None) -> Iterator[None]:
-    """Hold the lock file `path`, which stays when it is released; while another process holds it, wait.
+    """Hold the lock file `path` inside the block; wait while another process holds it.
 
-    The file is made empty and never written to; one that is there keeps what it holds.
+    The file is created empty if absent, never written to and never removed.
 
     Args:
-        taken: do not wait; it is the message of the error.
+        taken: message of the error that is raised instead of waiting; None: wait.
 
     Raises:
-        ValueError: another process holds it, or the file is a symbolic link.
+        ValueError: another process holds the lock and `taken` is given, or the file is a symbolic link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = _open(path, os.O_RDWR | os.O_CREAT)
@@ -38,9 +38,9 @@ def sole_process(path: Path, taken: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def marked_in_use(directory: Path) -> Iterator[None]:
-    """Hold a lock on a directory of our own, under whatever name it is moved to, so that `is_held` says so.
+    """Hold a lock on a directory inside the block, even if it is renamed; `is_held` then returns True.
 
-    On file systems that cannot lock directories it has no effect.
+    It has no effect on file systems that cannot lock directories.
     """
     file = _open(directory, os.O_RDONLY)
     try:
@@ -52,7 +52,7 @@ def marked_in_use(directory: Path) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock file or directory."""
+    """Return whether a process holds the lock on a file or directory."""
     if path.is_symlink() or not path.exists():
         return False
     try:
@@ -69,10 +69,10 @@ def is_held(path: Path) -> bool:
 
 
 def _open(path: Path, flags: int) -> int:
-    """A descriptor of the lock file; links are not followed, as what they point to is not ours."""
+    """Open a lock file without following symbolic links, whose targets may belong to others."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise ValueError(f"{path} is a symbolic link, and a lock file is none: remove it.") from error
+        raise ValueError(f"the lock file {path} is a symbolic link: remove it.") from error

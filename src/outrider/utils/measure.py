@@ -1,4 +1,4 @@
-"""Clocks, quartiles, and what a process runs on: device, threads, machine, versions."""
+"""Measure time and quartiles, and describe and set up the device, threads, machine and package versions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # PyTorch takes seconds to import; help and misspelt options do without
+if TYPE_CHECKING:  # PyTorch takes seconds to import; --help and option errors do not need it
     import mlx.core as mx
     import torch
 
 
 class Clock:
-    """Seconds spent inside `with clock:` blocks. On a GPU its events tell them, and `take` waits for the last one: the
-    blocks themselves wait for nothing.
+    """Sums the seconds spent inside `with clock:` blocks.
+
+    On a GPU it records events; only `take` waits for the last of them.
 
     Args:
-        now: seconds since some moment, on a CPU.
+        now: clock in seconds, used on a CPU.
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
@@ -49,7 +50,7 @@ class Clock:
             self._seconds += self.now() - self._started
 
     def take(self) -> float:
-        """The seconds so far; starts again from zero."""
+        """Return the seconds so far and reset to zero."""
         if self._events:
             self._events[-1][1].synchronize()
             self._seconds += sum(start.elapsed_time(end) for start, end in self._events) / 1000
@@ -62,7 +63,7 @@ Quartiles = tuple[float, float, float]
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """(lower quartile, median, upper quartile) of at least one value, interpolated between values, ends included."""
+    """Return (lower quartile, median, upper quartile) of at least one value, interpolated, ends included."""
     if len(values) == 1:
         return (values[0],) * 3
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -70,7 +71,7 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 
 def machine() -> dict[str, Any]:
-    """Description of the machine: processor, cores, threads, memory; no host names."""
+    """Describe the machine: processor, cores, threads, memory; no host names."""
     import torch
 
     cpu = platform.processor()
@@ -79,29 +80,29 @@ def machine() -> dict[str, Any]:
             cpu = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    facts: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if hasattr(os, "sysconf"):
-        found["memory_gb"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+        facts["memory_gb"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages results depend on."""
+    """Return the versions of the packages that results depend on."""
     return {name: importlib.metadata.version(name) for name in ("outrider", "torch", "transformers")}
 
 
 def today() -> str:
-    """The date, as 2026-11-22, by which results and pictures say when they were measured."""
+    """Return the date of a measurement, as 2026-11-22."""
     return datetime.date.today().isoformat()
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """The device of that name; `auto` is CUDA where there is one, else the CPU.
+    """Return the device of this name; `auto` is CUDA if available, else the CPU.
 
     Raises:
-        ValueError: PyTorch knows none of that name, or this machine has none.
+        ValueError: PyTorch does not know the device, or this machine has none.
     """
     import torch
 
@@ -110,10 +111,10 @@ def usable_device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device {name!r} is none that PyTorch knows; use auto, cpu, cuda or cuda:1.") from error
+        raise ValueError(f"device {name!r} is unknown to PyTorch; use auto, cpu, cuda or cuda:1.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(name)!r}: PyTorch sees no CUDA device; use cpu.")
-    if device.type == "cuda":  # a tensor there would take memory of the first GPU in every rank
+    if device.type == "cuda":  # no test tensor: it would take memory of the first GPU in every rank
         if (device.index or 0) >= (count := torch.cuda.device_count()):
             raise ValueError(f"device {str(name)!r}: PyTorch sees {count} CUDA devices, counted from cuda:0.")
         return device
@@ -127,46 +128,46 @@ def usable_device(name: str | torch.device) -> torch.device:
 def on_device(
     values: Sequence[Any] | torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A tensor of these values of the host, by way of pinned memory where the device is a GPU: the host does not wait.
+    """Copy host values to a device; to a GPU through pinned memory, so that the host does not wait.
 
     Args:
-        dtype: of a sequence's values; None: PyTorch's choice. A tensor keeps its own.
+        dtype: type for a sequence; None: PyTorch's choice. A tensor keeps its type.
     """
     import torch
 
-    made = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def pinned_bytes(size: int) -> int:
-    """What a tensor of that many bytes takes in pinned memory: the next power of two.
+    """Return the pinned memory that a tensor of `size` bytes takes: the next power of two.
 
-    Source: PyTorch's CachingHostAllocator.h. Freed memory stays with the allocator, for tensors of the same power.
+    Source: PyTorch's CachingHostAllocator.h. The allocator keeps freed memory for tensors of the same power.
     """
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors on a GPU in pinned memory, which are waited for once; tensors on the host as they are."""
+    """Copy GPU tensors to pinned memory with one wait; host tensors are returned unchanged."""
     import torch
 
-    there = [value for value in values if value.is_cuda]
-    if not there:
+    on_gpu = [value for value in values if value.is_cuda]
+    if not on_gpu:
         return list(values)
-    made = [torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda) for value in values]
-    for copy, value in zip(made, values, strict=True):
+    copies = [torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda) for value in values]
+    for copy, value in zip(copies, values, strict=True):
         copy.copy_(value, non_blocking=True)
-    torch.cuda.current_stream(there[0].device).synchronize()
-    return made
+    torch.cuda.current_stream(on_gpu[0].device).synchronize()
+    return copies
 
 
 def dtype_name(dtype: torch.dtype | mx.Dtype) -> str:
-    """A type of PyTorch's or MLX's as results, config.json and engines call it: bfloat16."""
+    """Return the name of a PyTorch or MLX type in results, config.json and engines, such as bfloat16."""
     return str(dtype).rpartition(".")[2]
 
 
 def default_dtype(device: str | torch.device) -> torch.dtype:
-    """float32 on a CPU (most emulate bf16), bfloat16 elsewhere."""
+    """Return float32 for a CPU (most emulate bf16), bfloat16 otherwise."""
     import torch
 
     return torch.float32 if usable_device(device).type == "cpu" else torch.bfloat16
@@ -178,10 +179,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 def _default_threads() -> int:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    # torchrun sets it to 1 for several ranks when nobody did, which leaves cores idle.
-    if asked.isdigit() and int(asked) and not (ranks > 1 and asked == "1"):
-        return int(asked)
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    # torchrun sets it to 1 for several ranks if it is unset, which leaves cores idle.
+    if threads.isdigit() and int(threads) and not (ranks > 1 and threads == "1"):
+        return int(threads)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
 
@@ -189,7 +190,7 @@ def _default_threads() -> int:
 def set_up(threads: int | None) -> None:
     """Set the number of threads, quiet transformers, and tune oneDNN and malloc.
 
-    `threads` None: $OMP_NUM_THREADS, else every core this process may use, shared with the machine's other ranks.
+    `threads` None: $OMP_NUM_THREADS, else this rank's share of the cores that the process may use.
     """
     import torch
     from transformers.utils import logging as transformers_logging
@@ -209,10 +210,10 @@ def set_up(threads: int | None) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """End a block, in any thread, that takes longer; a call into C ends first.
+    """Raise TimeoutError inside a block that takes longer; a running call into C ends first.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: the block took longer.
     """
     thread, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
 

@@ -1,6 +1,6 @@
-"""What is printed: text that others wrote, whose escape codes would steer a terminal, and tables.
+"""Print untrusted text without its escape codes, and tables for the terminal and for Markdown.
 
-Tables, for the terminal and for Markdown, have columns of text on the left and columns of figures on the right.
+Columns of text are aligned to the left, columns of figures to the right.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# Control characters but newline and tab, what turns the direction of text around, and bytes that were no UTF-8. The
+# Control characters except newline and tab, marks that change the direction of text, and bytes that were no UTF-8. The
 # joiners of emoji and other scripts stay.
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """The text with every character that would steer a terminal, or cannot be printed, as its escape: \\x1b."""
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Escape every character that controls a terminal or cannot be printed, as \\x1b."""
+    return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class Terminal(Console):
-    """A console that prints texts, cells of tables too, as `printable` makes them; a `Text` is printed as it is."""
+    """A console that prints strings, including cells of tables, as `printable`; a `Text` is printed unchanged."""
 
     def render_str(self, text: str, **settings: Any) -> Text:  # type: ignore[override]
-        """The text that a string means."""
+        """Render a string after escaping it."""
         return super().render_str(printable(text), **settings)
 
 
 def terminal_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]] = (), *, text: Collection[str] = (), **style: Any
 ) -> Table:
-    """A table for the terminal whose cells do not wrap; columns are aligned to the right, those of `text` to the left.
+    """Make a terminal table without wrapping; columns are right-aligned, those in `text` left-aligned.
 
     `style`: further arguments of rich's `Table`, such as `title`.
     """
@@ -47,7 +47,7 @@ def terminal_table(
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, text: Collection[str] = ()) -> list[str]:
-    """The lines of a Markdown table; columns are aligned to the right, those of `text` to the left."""
+    """Make the lines of a Markdown table; columns are right-aligned, those in `text` left-aligned."""
     head, *lines = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (headings, *rows))
     rule = "|" + "".join("---|" if heading in text else "---:|" for heading in headings)
     return [head, rule, *lines]

@@ -133,7 +133,7 @@ def test_drafters_that_cannot_be_measured_together(toy: Path, tmp_path: Path, mo
     monkeypatch.setattr("outrider.utils.measure.set_up", lambda threads: None)
     two = ["--drafter", "a=ngram", "--drafter", "b=ngram@3"]
     for more, message in (
-        (["--drafter", "ngram", "--drafter", "ngram"], "two drafters are called ngram"),
+        (["--drafter", "ngram", "--drafter", "ngram"], "two drafters have the name ngram"),
         ([*two, "--backend", "transformers"], "are for --backend local"),
         ([*two, "--tree", "9"], "without --tree"),
         ([*two, "--variants", "c/fixed-1"], "no drafter is called c; there are a, b"),

@@ -1,1 +1,1 @@
-"""The dialects of drafter checkpoints, one file per maker; checkpoints/registry.py lists them."""
+"""Reads and writes the dialects of drafter checkpoints, one file per maker (listed in checkpoints/registry.py)."""

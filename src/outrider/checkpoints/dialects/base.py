@@ -1,7 +1,7 @@
-"""What every dialect shares: the fields of config.json, read one by one, and the types that are read and written.
+"""Code shared by all dialects: typed reading of config.json, and the types that dialects read and write.
 
-A field that is missing or of the wrong kind is a ValueError that names it. null counts as absent, as in every engine;
-a bool is no integer; every number has its bounds.
+A missing or invalid field raises a ValueError that names it. null counts as absent, as in every engine; a bool is no
+integer; every number is bounded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.drafters.base import DrafterWeights, DraftModule
 from outrider.utils.files import check_tensors
 
-# Far above any model, far below what overflows a shape or never ends.
+# Bounds far above any model, far below anything that overflows a shape or never ends.
 MOST_LAYERS, MOST_DRAFTS, WIDEST, LARGEST_VOCABULARY = 2**10, 2**12, 2**20, 2**24
 LONGEST_CONTEXT = 2**40
 _HUGE = 1e30
@@ -25,7 +25,7 @@ _REQUIRED: Any = object()
 
 
 class Fields:
-    """A mapping with its name for error messages: `where` is the file, `dialect` whose fields these are."""
+    """A mapping read field by field; `where` (the file) and `dialect` are for error messages."""
 
     def __init__(self, raw: Mapping[str, Any], where: str, dialect: str, path: str = "") -> None:
         self._raw, self.where, self.dialect, self._path = raw, where, dialect, path
@@ -34,16 +34,16 @@ class Fields:
         return self._raw.get(name) is not None
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
-        """The same mapping with values for fields that it lacks."""
+        """Return the same mapping with values for absent fields."""
         given = {name: value for name, value in self._raw.items() if value is not None}
         return Fields({**defaults, **given}, self.where, self.dialect, path=self._path)
 
     def replaced(self, values: Mapping[str, Any]) -> Fields:
-        """The same mapping with these values, whatever it says."""
+        """Return the same mapping with these fields overwritten."""
         return Fields({**self._raw, **values}, self.where, self.dialect, path=self._path)
 
     def raw(self, name: str) -> Any:
-        """What stands there, None if nothing."""
+        """Return the unchecked value; None if it is absent."""
         return self._raw.get(name)
 
     def _value(self, name: str, default: Any) -> Any:
@@ -55,7 +55,7 @@ class Fields:
         return default
 
     def refuse(self, name: str, wanted: str) -> ValueError:
-        """The error for a field whose value is not as `wanted`."""
+        """Make the error for a field whose value is not `wanted`."""
         return ValueError(f"{self.where}: {self._path}{name} is {self._raw.get(name)!r}; it must be {wanted}.")
 
     def integer(self, name: str, low: int = 1, high: int = WIDEST, default: Any = _REQUIRED) -> int:
@@ -65,7 +65,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
-        """A finite number above 0."""
+        """Read a finite number above 0."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _HUGE:
             raise self.refuse(name, "a number above 0")
@@ -84,14 +84,14 @@ class Fields:
         return value
 
     def integers(self, name: str, low: int, high: int, default: Any = _REQUIRED) -> tuple[int, ...]:
-        """A list of integers, ascending and distinct: engines read layers in this order whatever the list's."""
+        """Read a list of distinct ascending integers; engines read layers in ascending order whatever the list says."""
         value = self._value(name, default)
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
             raise self.refuse(name, "a list of integers")
-        if any(isinstance(one, bool) or not isinstance(one, int) or not low <= one <= high for one in value):
+        if any(isinstance(item, bool) or not isinstance(item, int) or not low <= item <= high for item in value):
             raise self.refuse(name, f"a list of integers from {low} to {high}")
         if list(value) != sorted(set(value)):
-            raise self.refuse(name, "ascending, each id once: engines read layers in this order whatever the list says")
+            raise self.refuse(name, "ascending, each id once: engines read layers in ascending order")
         return tuple(value)
 
     def texts(self, name: str, default: Any = _REQUIRED) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class Fields:
         return tuple(value)
 
     def section(self, name: str, default: Any = _REQUIRED) -> Fields:
-        """A mapping inside the mapping."""
+        """Read a mapping inside the mapping."""
         value = self._value(name, default)
         if not isinstance(value, Mapping):
             raise self.refuse(name, "a mapping of fields")
@@ -109,15 +109,14 @@ class Fields:
 
 
 # ----------------------------------------------------------------------------
-# What a checkpoint dialect is: config.json and tensors of one maker, to and from `DrafterWeights`.
+# A checkpoint dialect converts config.json and tensors of one maker to and from `DrafterWeights`.
 #
 #     config.json + tensors --read--> DrafterWeights
-#                           <--write-- DrafterWeights + the target's facts where the dialect stores them
+#                           <--write-- DrafterWeights + the target's facts if the dialect stores them
 #
-# A reader takes every tensor or names the one it does not know. A writer gives an `ExportedCheckpoint`, or a ValueError
-# that names the field or tensor that its dialect has no place for. What it leaves out because no reader needs it for
-# the same drafts, or because an engine does without, is in `ExportedCheckpoint.fallbacks`, one sentence each; nothing
-# else is left out.
+# A reader uses every tensor or names the unknown one. A writer returns an `ExportedCheckpoint`, or raises a ValueError
+# naming the field or tensor that the dialect cannot store. Parts that it omits, because no reader needs them for the
+# same drafts or because an engine ignores them, are listed in `ExportedCheckpoint.fallbacks`, one sentence each.
 #
 # Shapes: V target vocabulary, Vd draft vocabulary, H hidden size (the target's).
 # ----------------------------------------------------------------------------
@@ -125,9 +124,9 @@ class Fields:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a checkpoint was read, for error messages, and what its reader may need to be told.
+    """The origin of a checkpoint, for error messages, and facts that its dialect may not state.
 
-    `num_target_layers`: depth of the target, for dialects that do not state it; None: unknown.
+    `num_target_layers`: depth of the target; None if unknown.
     """
 
     where: str
@@ -136,9 +135,9 @@ class Source:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What some dialects state about the target: its name, and its tensors where engines want their own copy.
+    """Facts about the target that some dialects store: its name, and its tensors for engines that need a copy.
 
-    `embedding_scale`: what it multiplies embeddings by before its first layer.
+    `embedding_scale`: factor of the target's input embeddings.
     """
 
     name_or_path: str
@@ -151,7 +150,7 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class ExportedCheckpoint:
-    """The content of config.json and model.safetensors, and what was left out."""
+    """The content of config.json and model.safetensors, and a sentence for each omitted part."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -159,13 +158,13 @@ class ExportedCheckpoint:
 
 
 class Dialect(Protocol):
-    """One maker's way to write config.json and to name tensors.
+    """One maker's format of config.json and names of tensors.
 
     Attributes:
-        name: as users call it.
-        spelling: what config.json shows by which it is known.
-        methods: names of the methods it can carry.
-        prefix: of the names of its tensors, where they are part of a larger checkpoint.
+        name: name for users.
+        spelling: value or field of config.json that identifies it.
+        methods: names of the methods that it can store.
+        prefix: prefix of its tensor names, if they are part of a larger checkpoint.
     """
 
     name: str
@@ -174,30 +173,30 @@ class Dialect(Protocol):
     prefix: str
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
-        """Whether this config.json is written in it."""
+        """Return whether this config.json is in the dialect."""
 
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
-        """The drafter.
+        """Read a drafter.
 
         Raises:
-            ValueError: naming a field or tensor that is missing, of the wrong kind or size, or unsupported.
+            ValueError: a field or tensor is missing, invalid or unsupported; the message names it.
         """
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
-        """config.json, every field explicit, and tensors.
+        """Write config.json, every field explicit, and tensors.
 
         Raises:
-            ValueError: naming a field or tensor that this dialect cannot carry, or asking for the target's facts.
+            ValueError: the dialect cannot store a field or tensor, or needs the target's facts.
         """
 
 
 def module_of(config: Any, tensors: Mapping[str, Tensor], source: Source, kind: type[DraftModule]) -> DraftModule:
-    """A module of that kind with these tensors, each in its type on disk; they take raw aux hidden states.
+    """Build a module from these tensors, each in its type on disk, for aux hidden states that are not rescaled.
 
     Raises:
-        ValueError: tensors are missing, unknown, or of another shape than the config implies.
+        ValueError: tensors are missing, unknown, or have another shape than the config implies.
     """
-    with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
+    with torch.device("meta"):  # the weights are replaced at once, so skip memory and initialisation
         module = kind(config).eval().requires_grad_(False)
     check_tensors(Path(source.where).parent, tensors, module.state_dict())
     module.load_state_dict(dict(tensors), assign=True)
@@ -206,23 +205,23 @@ def module_of(config: Any, tensors: Mapping[str, Tensor], source: Source, kind: 
 
 
 def draft_offsets(ids_Vd: Tensor) -> Tensor:
-    """`d2t` [Vd]: target id = i + d2t[i]."""
+    """Return `d2t` [Vd]: target id = i + d2t[i]."""
     return ids_Vd - torch.arange(len(ids_Vd), device=ids_Vd.device)
 
 
 def draft_mask(ids_Vd: Tensor, vocab_size: int) -> Tensor:
-    """`t2d` bool [V]: which of the target's tokens can be drafted."""
+    """Return `t2d` bool [V]: which of the target's tokens can be drafted."""
     mask_V = torch.zeros(vocab_size, dtype=torch.bool, device=ids_Vd.device)
     mask_V[ids_Vd] = True
     return mask_V
 
 
 def take_draft_ids(tensors: dict[str, Tensor], vocab: int, draft_vocab: int, where: str) -> Tensor | None:
-    """The draft vocabulary that `d2t` and `t2d` spell; both are taken out of `tensors`.
+    """Remove `d2t` and `t2d` from `tensors` and return the draft vocabulary; None if it is the whole vocabulary.
 
     Raises:
-        ValueError: d2t is missing where it is needed, does not fit the vocabularies, names an id twice, or t2d
-            contradicts it.
+        ValueError: d2t is required but missing, does not fit the vocabularies, names an id twice, or t2d contradicts
+            it.
     """
     d2t_Vd, t2d_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if d2t_Vd is None or (draft_vocab == vocab == len(d2t_Vd) and not d2t_Vd.any()):
@@ -230,7 +229,7 @@ def take_draft_ids(tensors: dict[str, Tensor], vocab: int, draft_vocab: int, whe
             raise ValueError(
                 f"{where}: draft_vocab_size {draft_vocab} of {vocab} needs the tensor d2t, which is missing."
             )
-        return None  # EAGLE-3's own code saves both tables, never filled, with a whole vocabulary
+        return None  # EAGLE-3's code saves both tables unfilled for a whole vocabulary
     if d2t_Vd.dim() != 1 or d2t_Vd.is_floating_point() or d2t_Vd.is_complex():
         raise ValueError(f"{where}: d2t is {d2t_Vd.dtype} of shape {list(d2t_Vd.shape)}; it must be a list of offsets.")
     ids_Vd = d2t_Vd.long() + torch.arange(len(d2t_Vd))
@@ -242,8 +241,8 @@ def take_draft_ids(tensors: dict[str, Tensor], vocab: int, draft_vocab: int, whe
     names, counts = ids_Vd.unique(return_counts=True)
     if len(names) != len(ids_Vd):
         raise ValueError(
-            f"{where}: d2t names target id {int(names[counts.argmax()])} {int(counts.max())} times; every draft token "
-            "needs an id of its own, or its probability is not the one that is verified."
+            f"{where}: d2t names target id {int(names[counts.argmax()])} {int(counts.max())} times; each draft token "
+            "must have its own target id, because verification needs its exact probability."
         )
     if t2d_V is not None and not torch.equal(t2d_V.bool(), draft_mask(ids_Vd, vocab)):
         raise ValueError(f"{where}: t2d is not the mask of the {draft_vocab} tokens that d2t names.")
@@ -251,12 +250,12 @@ def take_draft_ids(tensors: dict[str, Tensor], vocab: int, draft_vocab: int, whe
 
 
 # ----------------------------------------------------------------------------
-# `outrider` in config.json: what we know of a drafter and a dialect has no field for.
+# The section `outrider` of config.json holds what a dialect has no field for.
 #
 #     "outrider": {"num_target_layers": 30, "gamma": 7}
 #
-# Engines ignore it. It is a section because vLLM's Medusa takes every top-level key that contains "num" and "layers"
-# for its own number of layers.
+# Engines ignore it. It is a section because vLLM's Medusa reads every top-level key that contains "num" and "layers" as
+# its number of layers.
 # ----------------------------------------------------------------------------
 
 
@@ -264,19 +263,19 @@ SECTION = "outrider"
 
 
 class UnknownDepth(ValueError):
-    """Neither the config nor the caller says how many layers the target has."""
+    """The error if neither the config nor the caller states the number of the target's layers."""
 
 
 def write_extras(config: Any) -> dict[str, Any]:
-    """`outrider` in config.json: what other dialects have no field for."""
+    """Return the section `outrider` of config.json."""
     return {SECTION: {"num_target_layers": config.num_target_layers, "gamma": config.gamma}}
 
 
 def target_depth(fields: Fields, source: Source) -> int:
-    """How many layers the target has: by the config, in `outrider` or at the top level, or else by the caller.
+    """Return the number of the target's layers: from the section `outrider`, the top level, or else the caller.
 
     Raises:
-        UnknownDepth: by neither.
+        UnknownDepth: none of them states it.
     """
     ours = fields.section(SECTION, {})
     for place in (ours, fields):
@@ -284,12 +283,12 @@ def target_depth(fields: Fields, source: Source) -> int:
             return place.integer("num_target_layers", high=MOST_LAYERS)
     if source.num_target_layers is None:
         raise UnknownDepth(
-            f"{source.where}: the {fields.dialect} dialect does not state num_target_layers: name the target that this "
-            "drafter is for (--target)."
+            f"{source.where}: the {fields.dialect} dialect does not state num_target_layers: name the target of this "
+            "drafter (--target)."
         )
     return source.num_target_layers
 
 
 def draft_length(fields: Fields, default: int) -> int:
-    """gamma, where the dialect has no field for it."""
+    """Return gamma, for dialects without a field for it."""
     return fields.section(SECTION, {}).integer("gamma", high=MOST_DRAFTS, default=default)

@@ -1,7 +1,7 @@
-"""The Qwen3 layers of block drafters in config.json: what z-lab, DeepSpec and speculators have in common.
+"""Read and write the Qwen3 layers of block drafters, which z-lab, DeepSpec and speculators share.
 
-Every field that a loader may default differently is written, but for `is_causal` where there is no one answer: without
-it a sliding layer is causal inside its block and a full one is not (z-lab's model and vLLM's).
+Every field that loaders default differently is written, except `is_causal` if layers differ in it: without it a sliding
+layer is causal inside its block and a full layer is not (z-lab's and vLLM's models).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outrider.drafters.dflash import FULL, SLIDING, DFlashConfig
 
 
 def layer_fields(config: Any) -> dict[str, Any]:
-    """What a layer of any Llama-like drafter is made of, each field under the name transformers gives it."""
+    """Return the fields of a Llama-like layer, under transformers' names."""
     return {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
@@ -46,9 +46,9 @@ def layer_fields(config: Any) -> dict[str, Any]:
 
 
 def write_backbone(config: DFlashConfig) -> dict[str, Any]:
-    """The layers' fields, as transformers' Qwen3 names them."""
+    """Return the fields of the layers, under the names of transformers' Qwen3."""
     layers, sliding = config.num_hidden_layers, config.sliding_window is not None
-    alike = (SLIDING if sliding else FULL,) * layers
+    uniform = (SLIDING if sliding else FULL,) * layers
     causal = {} if config.is_causal is None else {"is_causal": config.is_causal}
     return {
         "model_type": "qwen3",
@@ -61,7 +61,7 @@ def write_backbone(config: DFlashConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "use_sliding_window": sliding,
         "sliding_window": config.sliding_window,
-        "layer_types": list(config.layer_types or alike),
+        "layer_types": list(config.layer_types or uniform),
         "max_window_layers": 0 if sliding else layers,
         "tie_word_embeddings": False,
         "dtype": "float32",
@@ -69,34 +69,34 @@ def write_backbone(config: DFlashConfig) -> dict[str, Any]:
 
 
 def check_plain_logits(config: DFlashConfig, dialect: str) -> None:
-    """Draft logits are the head's own, as in every dialect but z-lab's.
+    """Refuse scaled or capped draft logits, which only z-lab's dialect can store.
 
     Raises:
-        ValueError: they are multiplied or capped.
+        ValueError: the config scales or caps them.
     """
     if not config.plain_logits:
         raise ValueError(
             f"output_multiplier {config.output_multiplier:g} and final_logit_softcapping "
-            f"{config.final_logit_softcapping} have no place in the {dialect} dialect, only in z-lab's; drafters "
-            "trained here have neither."
+            f"{config.final_logit_softcapping} have no place in the {dialect} dialect: use z-lab's, or train a drafter "
+            "here, which has neither."
         )
 
 
 def read_backbone(fields: Fields) -> dict[str, Any]:
-    """The arguments of a block drafter's config that say what its layers are."""
+    """Read the arguments of a block drafter's config that describe its layers."""
     layers = fields.integer("num_hidden_layers", high=MOST_LAYERS)
     return {**read_shapes(fields), "num_hidden_layers": layers, **_attention(fields, layers)}
 
 
 def read_shapes(fields: Fields, biases: bool = False, llama_defaults: bool = False) -> dict[str, Any]:
-    """What every decoder layer has, whoever made it.
+    """Read the shapes that decoder layers of every dialect have.
 
     Args:
-        biases: whether the caller has a place for attention biases.
-        llama_defaults: fields that hand-written Llama configs leave out have transformers' defaults for Llama.
+        biases: whether the caller supports attention biases.
+        llama_defaults: whether absent fields take transformers' defaults for Llama, for hand-written configs.
 
     Raises:
-        ValueError: scaled RoPE, or biases or an activation that no drafter here has.
+        ValueError: the layers have scaled RoPE, unsupported biases or an unsupported activation.
     """
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.refuse("hidden_act", "silu")
@@ -105,8 +105,8 @@ def read_shapes(fields: Fields, biases: bool = False, llama_defaults: bool = Fal
     if fields.flag("mlp_bias", False):
         raise fields.refuse("mlp_bias", "false: drafters have no biases in their MLPs here")
     heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    soft: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048} if llama_defaults else {}
-    fields = fields.with_defaults(soft)
+    defaults: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048} if llama_defaults else {}
+    fields = fields.with_defaults(defaults)
     return {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),
@@ -121,7 +121,7 @@ def read_shapes(fields: Fields, biases: bool = False, llama_defaults: bool = Fal
 
 
 def _rope_theta(fields: Fields, default: dict[str, Any]) -> float:
-    """The base of plain rotary positions; transformers keeps it at the top or, since version 5, in a section."""
+    """Read the base of unscaled RoPE; transformers keeps it at the top level or, since version 5, in a section."""
     sections = [(name, fields.section(name)) for name in ("rope_parameters", "rope_scaling") if name in fields]
     for _, rope in sections:
         kind = "rope_type" if "rope_type" in rope else "type"
@@ -137,18 +137,18 @@ def _rope_theta(fields: Fields, default: dict[str, Any]) -> float:
 
 
 def _attention(fields: Fields, layers: int) -> dict[str, Any]:
-    """Windows, kinds of layers, and whether the rows of a block see those after them."""
+    """Read windows, layer types, and whether attention inside a block is causal."""
     types = fields.texts("layer_types", (FULL,) * layers)
     if len(types) != layers:
         raise fields.refuse("layer_types", f"one kind for each of the {layers} layers")
     if unknown := set(types) - {FULL, SLIDING}:
         raise fields.refuse("layer_types", f"{FULL} or {SLIDING}, not {', '.join(sorted(unknown))}")
     sliding, mixed = SLIDING in types, len(set(types)) > 1
-    switched = fields.flag("use_sliding_window", False)  # transformers drops the window where it is off
+    switched = fields.flag("use_sliding_window", False)  # if it is off, transformers drops the window
     if sliding and not switched:
         raise fields.refuse("use_sliding_window", "true where layers are sliding: without it they have no window")
     if switched and "sliding_window" in fields and "layer_types" not in fields:
-        raise fields.refuse("layer_types", "there where a window is: readers do not agree on which layers have it")
+        raise fields.refuse("layer_types", "present if there is a window: readers differ on which layers have it")
     stated = fields.flag("is_causal") if "is_causal" in fields else None
     return {
         "sliding_window": fields.integer("sliding_window", high=LONGEST_CONTEXT) if sliding else None,
@@ -160,7 +160,7 @@ def _attention(fields: Fields, layers: int) -> dict[str, Any]:
 # ----------------------------------------------------------------------------
 # Fields of the draft block, wherever a dialect keeps them, and the tensors of a vocabulary.
 #
-# nested section first, then the top level; both must agree where both are there
+# A field is read from the nested section, then from the top level; if it is in both, they must agree.
 # ----------------------------------------------------------------------------
 
 
@@ -185,14 +185,14 @@ _ANYWHERE = (
 
 
 class BlockFields(Fields):
-    """config.json of a block drafter with its block's fields at the top, whether they were there or in a section."""
+    """config.json of a block drafter, with the fields of its block moved from a section to the top level."""
 
     def __init__(self, raw: Mapping[str, Any], source: Source, dialect: str, nested: str) -> None:
         super().__init__(raised(raw, nested, _ANYWHERE, where=source.where, dialect=dialect), source.where, dialect)
         self.depth = target_depth(self, source)
 
     def block(self, vocab_size: int) -> dict[str, Any]:
-        """block_size, mask_token_id and draft_vocab_size, as our configs name them."""
+        """Read block_size, mask_token_id and draft_vocab_size, under the names of our configs."""
         return {
             "block_size": self.integer("block_size", high=MOST_DRAFTS),
             "mask_token_id": self.integer("mask_token_id", low=0, high=vocab_size - 1),
@@ -200,17 +200,17 @@ class BlockFields(Fields):
         }
 
     def aux_layers(self, default: Callable[[int, int], Sequence[int]] | None = None, count: int = 0) -> tuple[int, ...]:
-        """target_layer_ids; `default` makes `count` of them for a target's depth where the config has none."""
+        """Read target_layer_ids; if absent, `default` makes `count` of them for the target's depth."""
         if default is not None and "target_layer_ids" not in self:
             return tuple(default(self.depth, count))
         return self.integers("target_layer_ids", low=-1, high=self.depth - 1)
 
 
 def raised(raw: Mapping[str, Any], nested: str, names: Sequence[str], where: str, dialect: str) -> dict[str, Any]:
-    """config.json with fields of one of its sections raised to the top.
+    """Move fields of a section of config.json to the top level.
 
     Raises:
-        ValueError: a field is in both places and differs.
+        ValueError: a field is in both places with different values.
     """
     section = Fields(raw, where, dialect).section(nested, {})
     merged = dict(raw)
@@ -218,8 +218,8 @@ def raised(raw: Mapping[str, Any], nested: str, names: Sequence[str], where: str
         inner, outer = section.raw(name), raw.get(name)
         if inner is not None and outer is not None and inner != outer:
             raise ValueError(
-                f"{where}: {name} is {outer!r}, {nested}.{name} is {inner!r}: engines read one or the other; make them "
-                "agree."
+                f"{where}: {name} is {outer!r} and {nested}.{name} is {inner!r}; make them equal, because engines "
+                "read one or the other."
             )
         merged[name] = outer if inner is None else inner
     return merged
@@ -228,13 +228,13 @@ def raised(raw: Mapping[str, Any], nested: str, names: Sequence[str], where: str
 def read_vocabulary(
     config: Any, tensors: Mapping[str, Tensor], source: Source, kind: type[DraftModule]
 ) -> DrafterWeights:
-    """The module, and the draft vocabulary, LM head and embedding that are among the tensors."""
+    """Build the module, and read draft vocabulary, LM head and embedding from the tensors."""
     rest = dict(tensors)
     ids_Vd = take_draft_ids(rest, config.vocab_size, config.draft_vocab_size, where=source.where)
     sizes = {"lm_head.weight": config.draft_vocab_size, "embed_tokens.weight": config.vocab_size}
-    own = {name: rest.pop(name, None) for name in sizes}
+    stored = {name: rest.pop(name, None) for name in sizes}
     for name, rows in sizes.items():
-        tensor, wanted = own[name], (rows, config.hidden_size)
+        tensor, wanted = stored[name], (rows, config.hidden_size)
         if tensor is not None and tensor.shape != wanted:
             raise ValueError(
                 f"{source.where}: {name} has shape {list(tensor.shape)}, config.json implies {list(wanted)}."
@@ -242,16 +242,16 @@ def read_vocabulary(
     return DrafterWeights(
         module_of(config, rest, source, kind=kind),
         ids_Vd,
-        own["lm_head.weight"],
-        embedding_VH=own["embed_tokens.weight"],
+        stored["lm_head.weight"],
+        embedding_VH=stored["embed_tokens.weight"],
     )
 
 
 def write_vocabulary(parts: DrafterWeights, mask: bool = False) -> dict[str, Tensor]:
-    """The module's tensors, and head, embedding and draft vocabulary where they are not the target's.
+    """Return the module's tensors, with head, embedding and draft vocabulary if they differ from the target's.
 
     Args:
-        mask: write `t2d` beside `d2t`.
+        mask: whether to write `t2d` as well as `d2t`.
     """
     tensors = dict(parts.tensors)
     if parts.head_VdH is not None:
@@ -266,10 +266,10 @@ def write_vocabulary(parts: DrafterWeights, mask: bool = False) -> dict[str, Ten
 
 
 def with_target_tensors(parts: DrafterWeights, target: TargetFacts | None, embedding: bool = True) -> DrafterWeights:
-    """The target's head (and embedding) in the places of those that the drafter does not have itself."""
+    """Fill in the target's head (and embedding) if the drafter has none."""
     if target is None:
         return parts
     ids = parts.draft_ids_Vd
     head_VdH = target.head_VH if ids is None else target.head_VH[ids.to(target.head_VH.device)]
-    own_VH = target.embedding_VH if parts.embedding_VH is None and embedding else parts.embedding_VH
-    return replace(parts, head_VdH=head_VdH if parts.head_VdH is None else parts.head_VdH, embedding_VH=own_VH)
+    embedding_VH = target.embedding_VH if parts.embedding_VH is None and embedding else parts.embedding_VH
+    return replace(parts, head_VdH=head_VdH if parts.head_VdH is None else parts.head_VdH, embedding_VH=embedding_VH)

@@ -40,10 +40,10 @@ from outrider.drafters.dspark import DSpark, DSparkConfig
 
 
 def read_heads(fields: Fields, confidence: bool = False) -> dict[str, Any]:
-    """The fields of a DSpark config that say what stands on the backbone.
+    """Read the fields of a DSpark config that describe its heads.
 
     Args:
-        confidence: whether there is a confidence head where the field is absent.
+        confidence: whether a confidence head is the default.
     """
     return {
         "sample_from_anchor": fields.flag("sample_from_anchor", True),
@@ -55,7 +55,7 @@ def read_heads(fields: Fields, confidence: bool = False) -> dict[str, Any]:
 
 
 def write_heads(config: DSparkConfig) -> dict[str, Any]:
-    """The same fields, all of them."""
+    """Return all fields that `read_heads` reads."""
     return {
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
@@ -67,7 +67,7 @@ def write_heads(config: DSparkConfig) -> dict[str, Any]:
 
 
 class DeepSpec:
-    """DSpark as DeepSpec publishes it."""
+    """The dialect of DeepSpec's DSpark checkpoints."""
 
     name = "DeepSpec"
     spelling = "Qwen3DSparkModel"
@@ -94,7 +94,7 @@ class DeepSpec:
         return read_vocabulary(config, tensors, source, kind=DSpark)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
-        """With a target, embedding and head are written too: DeepSpec's own loader has them as parameters."""
+        """Write the checkpoint; with a target also its embedding and head, which DeepSpec's loader requires."""
         config = parts.config
         check_plain_logits(config, self.name)
         fields = {
@@ -128,10 +128,9 @@ _HEAD, _CONFIDENCE = "markov_head.", "confidence_head.proj.weight"
 
 
 def widened(parts: DrafterWeights) -> DrafterWeights:
-    """A DSpark drafter whose draft vocabulary is the target's and that drafts as `parts`, whose vocabulary is reduced.
+    """Extend the reduced draft vocabulary of a DSpark drafter to the target's; its drafts stay the same.
 
-    The sequential head gets a rank more, or rank 1 where there is none; an LM head of the drafter's own gets rows of
-    zeros.
+    The sequential head gains one rank (from 0 to 1 if it has none); the drafter's LM head, if any, gains rows of zeros.
     """
     ids_Vd, config, old = parts.draft_ids_Vd, parts.config, parts.tensors
     assert ids_Vd is not None, "the whole vocabulary cannot be widened"

@@ -1,15 +1,15 @@
-"""EAGLE-3 as SafeAILab, AngelSlim, SpecForge and DeepSpec publish it, and as vLLM names its classes.
+"""Read and write EAGLE-3 as SafeAILab, AngelSlim, SpecForge and DeepSpec publish it, with vLLM's class names.
 
     tensors   midlayer.* (ours too) or layers.0.*, fc, norm, lm_head (trained, the drafter's own), d2t, t2d,
-              input_norm or fc_norm.{i}, embed_tokens where it is not the target's
+              input_norm or fc_norm.{i}, embed_tokens if it differs from the target's
     aux layers
               eagle_aux_hidden_state_layer_ids at the top level counts hidden states (vLLM), one more than our ids;
-              inside `eagle_config` it counts layer outputs (SGLang, which adds the one itself), as our ids do;
+              inside `eagle_config` it counts layer outputs (SGLang adds one), as our ids do;
               target_layer_ids (DeepSpec's Qwen3Eagle3Model) counts layer outputs too;
               none of them: the inputs of layers 2, L / 2 and L - 3
 
-The number of drafts is the engine's to choose; `outrider.gamma` keeps what the drafter was trained for, and so does
-DeepSpec's `ttt_length`. DeepSpec's EAGLE-3 for Gemma 4 has that family's layers and is not read.
+The engine chooses the number of drafts; `outrider.gamma` and DeepSpec's `ttt_length` state the number it was trained
+for. DeepSpec's EAGLE-3 for Gemma 4 has that family's layers, which are not supported.
 Sources: EAGLE-3, arXiv 2503.01840, and its code; DeepSpec's code; vLLM 0.32 and SGLang for the two conventions.
 """
 
@@ -50,7 +50,7 @@ _OURS, _OTHERS = "midlayer.", "layers.0."
 
 
 class Eagle3Dialect:
-    """The field's EAGLE-3."""
+    """The dialect of EAGLE-3 checkpoints."""
 
     name = "EAGLE-3"
     spelling = "LlamaForCausalLMEagle3"
@@ -64,7 +64,7 @@ class Eagle3Dialect:
             for name in named
         ):
             return True
-        # The official training code leaves the base model's name.
+        # The official training code keeps the base model's architecture name.
         base = "LlamaForCausalLM" in named and raw.get("model_type") == "llama" and raw.get("num_hidden_layers") == 1
         return base and "draft_vocab_size" in raw
 
@@ -105,7 +105,7 @@ class Eagle3Dialect:
 
 
 def _aux_layers(fields: Fields, depth: int) -> tuple[int, ...]:
-    """Our ids, from whichever convention the config follows."""
+    """Read the aux layers as our ids, in any of the three conventions."""
     nested = fields.section("eagle_config", {})
     outputs = nested.integers(LAYERS, -1, depth - 1) if nested.raw(LAYERS) else None
     states = tuple(i - 1 for i in fields.integers(LAYERS, 0, depth)) if fields.raw(LAYERS) else None
@@ -113,15 +113,15 @@ def _aux_layers(fields: Fields, depth: int) -> tuple[int, ...]:
         raise fields.refuse(
             LAYERS, f"{[aux_layer + 1 for aux_layer in outputs]}, one more than eagle_config's layer outputs"
         )
-    found = outputs or states
+    aux_layers = outputs or states
     plain = fields.integers(PLAIN, -1, depth - 1) if fields.raw(PLAIN) else None
-    if found is not None and plain is not None and plain != found:
-        raise fields.refuse(PLAIN, f"{list(found)}, the layer outputs that {LAYERS} means")
-    return found or plain or tuple(eagle_aux_layers(depth))
+    if aux_layers is not None and plain is not None and plain != aux_layers:
+        raise fields.refuse(PLAIN, f"{list(aux_layers)}, the layer outputs that {LAYERS} means")
+    return aux_layers or plain or tuple(eagle_aux_layers(depth))
 
 
 def write_eagle3(config: Eagle3Config) -> dict[str, Any]:
-    """The layer's fields, as transformers' Llama (Qwen3 with query and key norms) names them."""
+    """Return the fields of the layer, under the names of transformers' Llama, or Qwen3 with query and key norms."""
     return {
         "model_type": "qwen3" if config.qk_norm else "llama",
         "hidden_size": config.hidden_size,
@@ -142,7 +142,7 @@ def write_eagle3(config: Eagle3Config) -> dict[str, Any]:
 def read_eagle3(
     fields: Fields, aux_layers: tuple[int, ...], depth: int, gamma: int, tensors: Mapping[str, Tensor], source: Source
 ) -> DrafterWeights:
-    """The drafter, once its aux layers are known: fields of the layer and flags, at one level."""
+    """Read the drafter from fields of the layer and flags at one level, given its aux layers."""
     if fields.integer("num_hidden_layers", high=MOST_LAYERS, default=1) != 1:
         raise fields.refuse("num_hidden_layers", "1: EAGLE-3 drafters have one layer here")
     if set(fields.texts("layer_types", ("full_attention",))) != {"full_attention"}:

@@ -1,11 +1,11 @@
-"""Medusa: vLLM's spelling, which is our own names, and that of the FasterDecoding releases.
+"""Read and write Medusa in vLLM's spelling, which is ours; read that of the FasterDecoding releases.
 
     vLLM            config model_type "medusa"; blocks.{h}.layers.{l}.{weight, bias}, lm_heads.{h}.weight, token_map
     FasterDecoding  config medusa_num_heads, medusa_num_layers, nothing on sizes;
                     {h}.{l}.linear.{weight, bias}, {h}.{layers}.weight   (weights in medusa_lm_head.safetensors)
 
-Both have a vocabulary matrix per head. Where all of ours are one (the target's), vLLM's `original_lm_head` says so and
-the matrix is stored once, as lm_heads.0.weight. Source: Medusa, arXiv 2401.10774; vLLM 0.32.
+Both have an LM head per Medusa head. If all of them are the target's, vLLM's `original_lm_head` is true and the matrix
+is stored once, as lm_heads.0.weight. Source: Medusa, arXiv 2401.10774; vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RELEASED = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weigh
 
 
 class MedusaDialect:
-    """vLLM's Medusa; both spellings are read."""
+    """The dialect of Medusa checkpoints; reads both spellings, writes vLLM's."""
 
     name = "Medusa"
     spelling = "model_type medusa"
@@ -112,23 +112,23 @@ class MedusaDialect:
 
 
 def _our_name(name: str) -> str:
-    """FasterDecoding's name of a tensor in vLLM's words; others as they are."""
-    found = _RELEASED.fullmatch(name)
-    if found is None:
+    """Translate FasterDecoding's name of a tensor into vLLM's; keep other names."""
+    released = _RELEASED.fullmatch(name)
+    if released is None:
         return name
-    head, layer, linear, kind = found.groups()
+    head, layer, linear, kind = released.groups()
     return f"blocks.{head}.layers.{layer}.{kind}" if linear else f"lm_heads.{head}.{kind}"
 
 
 def _lm_heads(rest: dict[str, Tensor], heads: int, shared: bool, where: str) -> Tensor:
-    """[Vd, H], or [M, Vd, H] of M heads that have one each; taken out of `rest`."""
+    """Remove the LM heads from `rest`; return [Vd, H] if shared, else [M, Vd, H] of M heads."""
     names = [f"lm_heads.{h}.weight" for h in range(1 if shared else heads)]
     if shared and "lm_head.weight" in rest:
         names = ["lm_head.weight"]
-    found = [rest.pop(name, None) for name in names]
-    present = [tensor for tensor in found if tensor is not None]
+    tensors = [rest.pop(name, None) for name in names]
+    present = [tensor for tensor in tensors if tensor is not None]
     if len(present) != len(names) or any(t.dim() != 2 or t.shape != present[0].shape for t in present):
-        shapes = {name: None if t is None else list(t.shape) for name, t in zip(names, found, strict=True)}
+        shapes = {name: None if t is None else list(t.shape) for name, t in zip(names, tensors, strict=True)}
         raise ValueError(f"{where}: the LM heads must be {len(names)} matrices of one shape; found {shapes}.")
     return present[0] if shared else torch.stack(present)
 

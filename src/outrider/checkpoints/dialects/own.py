@@ -1,6 +1,6 @@
-"""Our dialect, for methods that a maker's dialect cannot carry whole: `algorithm` and the fields of its config.
+"""Outrider's dialect, for methods without a maker's dialect that stores all of them.
 
-architectures ["Outrider...Model"], model_type "outrider_drafter"; every field is there and no other
+{"architectures": ["Outrider...Model"], "model_type": "outrider_drafter", "algorithm": NAME, fields of the config}
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from outrider.drafters.base import DrafterWeights, DraftModule
 from outrider.drafters.config import DrafterConfig
 
 _TYPE = "outrider_drafter"
-_BESIDE = {"architectures", "algorithm", "model_type", "dtype"}  # the config's own fields
-_HIGHEST = {  # what a number may be where the shapes of tensors do not bound it
+_BESIDE = {"architectures", "algorithm", "model_type", "dtype"}  # allowed besides the config's fields
+_HIGHEST = {  # bounds of numbers that the shapes of tensors do not bound
     "max_position_embeddings": LONGEST_CONTEXT,
     "sliding_window": LONGEST_CONTEXT,
     "vocab_size": LARGEST_VOCABULARY,
@@ -42,7 +42,7 @@ _MAY_BE_ZERO = {"mask_token_id", "markov_rank"}
 
 
 class Own:
-    """Our dialect for one method."""
+    """Outrider's dialect for one method."""
 
     name = "Outrider"
     prefix = ""
@@ -59,23 +59,25 @@ class Own:
         kinds = typing.get_type_hints(self._config)
         wanted = [field.name for field in dataclasses.fields(self._config)]
         if unknown := sorted(set(raw) - set(wanted) - _BESIDE):
-            raise ValueError(f"{source.where}: a {self._config.algorithm} drafter has no fields {', '.join(unknown)}.")
+            raise ValueError(
+                f"{source.where}: a {self._config.algorithm} drafter has no fields {', '.join(unknown)}; remove them."
+            )
         fields = Fields(raw, source.where, self.name)
         given = {name: _value(fields, name, kinds[name]) for name in wanted if name in raw or kinds[name] is not bool}
         config = self._config(**given)
         return read_vocabulary(config, tensors, source, kind=self._module)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
-        own = {"architectures": [self.spelling], "algorithm": self._config.algorithm, "model_type": _TYPE}
-        return ExportedCheckpoint({**own, **dataclasses.asdict(parts.config)}, write_vocabulary(parts))
+        names = {"architectures": [self.spelling], "algorithm": self._config.algorithm, "model_type": _TYPE}
+        return ExportedCheckpoint({**names, **dataclasses.asdict(parts.config)}, write_vocabulary(parts))
 
 
 def _value(fields: Fields, name: str, kind: Any) -> Any:
-    """One field of a config, of the kind that its dataclass declares."""
+    """Read a field of the type that the config's dataclass declares."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):  # X | None
         if name not in fields:
             return None
-        (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
+        (kind,) = (option for option in typing.get_args(kind) if option is not types.NoneType)
     if kind is bool:
         return fields.flag(name)
     if kind is int:
@@ -83,8 +85,8 @@ def _value(fields: Fields, name: str, kind: Any) -> Any:
     if kind is float:
         return fields.number(name)
     if kind is str or typing.get_origin(kind) is typing.Literal:
-        return fields.text(name)  # of a few words, which the config checks
+        return fields.text(name)  # the config checks the choice
     assert typing.get_origin(kind) is tuple, f"{name}: a config field of kind {kind} has no spelling in JSON here"
     if typing.get_args(kind)[0] is not int:
-        return fields.texts(name)  # of a few words, which the config checks
+        return fields.texts(name)  # the config checks the choice
     return fields.integers(name, low=-1, high=MOST_LAYERS)

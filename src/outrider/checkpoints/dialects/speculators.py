@@ -1,8 +1,8 @@
-"""The algorithms of the speculators dialect: what stands beside the envelope, and the names of tensors.
+"""Read and write the algorithms of the speculators dialect: fields besides the envelope, and names of tensors.
 
     dflash, dflash2, dspark
-                     our names; aux_hidden_state_layer_ids, block_size, mask_token_id, sample_from_anchor, and what each
-                     has of its own; sliding_window_non_causal: whether rows see each other in sliding layers too
+                     our names; aux_hidden_state_layer_ids, block_size, mask_token_id, sample_from_anchor, and the
+                     fields of the method; sliding_window_non_causal: whether sliding layers are not causal either
     eagle3           layers.0.* for our midlayer.*; eagle_aux_hidden_state_layer_ids and the norm flags
     mtp              mtp_layers.0.*: one module of a Qwen3-shaped target, the whole vocabulary
 
@@ -52,7 +52,7 @@ from outrider.utils.measure import dtype_name
 Fragments = tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]
 
 _BLOCK_LAYERS = "aux_hidden_state_layer_ids"
-_EAGLE_FLAGS = tuple(flag for flag in FLAGS if flag != "attention_bias")  # that stands with the layer
+_EAGLE_FLAGS = tuple(flag for flag in FLAGS if flag != "attention_bias")  # attention_bias is a field of the layer
 _MTP_NAMES = {  # ours (of module 0) -> theirs; the names of the transformer layer are the same
     "enorm.weight": "token_layernorm.weight",
     "hnorm.weight": "hidden_layernorm.weight",
@@ -63,7 +63,7 @@ _OUR_MODULE, _THEIR_MODULE = "depths.0.", "mtp_layers.0."
 
 
 def _aux_layers(fields: Fields, name: str, depth: int) -> tuple[int, ...]:
-    """Our ids; the library's default where the config has none."""
+    """Read the aux layers as our ids; the library's default if the config has none."""
     if name not in fields:
         return tuple(eagle_aux_layers(depth))
     return tuple(state - 1 for state in fields.integers(name, low=0, high=depth))
@@ -93,7 +93,7 @@ def _read_dspark(
 
 def _read_block(fields: Fields, depth: int, both_ways: bool = False) -> dict[str, Any]:
     _same_hidden_size(fields)
-    both_ways = fields.flag("sliding_window_non_causal", both_ways)  # of sliding layers; full ones are never causal
+    both_ways = fields.flag("sliding_window_non_causal", both_ways)  # full layers are never causal
     layers = fields.section("transformer_layer_config").replaced({"is_causal": False if both_ways else None})
     backbone = read_backbone(layers)
     return {
@@ -107,7 +107,7 @@ def _read_block(fields: Fields, depth: int, both_ways: bool = False) -> dict[str
 
 
 def _checked(parts: DrafterWeights, fields: Fields, drafts: int | None) -> DrafterWeights:
-    """The envelope's number of drafts is at most the block's, which is what decides."""
+    """Check that the envelope proposes no more drafts than the block has; the block decides their number."""
     gamma = parts.config.gamma
     if drafts is not None and drafts > gamma:
         raise ValueError(
@@ -120,7 +120,7 @@ def _checked(parts: DrafterWeights, fields: Fields, drafts: int | None) -> Draft
 def _same_hidden_size(fields: Fields) -> None:
     hidden = fields.section("transformer_layer_config").raw("hidden_size")
     if "target_hidden_size" in fields and fields.raw("target_hidden_size") != hidden:
-        raise fields.refuse("target_hidden_size", f"hidden_size {hidden}: drafters here are as wide as their target")
+        raise fields.refuse("target_hidden_size", f"hidden_size {hidden}: a drafter here has its target's hidden size")
 
 
 def _write_dflash(parts: DrafterWeights) -> Fragments:
@@ -129,13 +129,13 @@ def _write_dflash(parts: DrafterWeights) -> Fragments:
 
 
 def _write_dflash2(parts: DrafterWeights) -> Fragments:
-    """The library's candidates are of the whole vocabulary, and masks alone draft."""
+    """Write DFlash 2; the library requires the whole vocabulary and drafts from masks alone."""
     config = parts.config
     for name, wanted in (("draft_vocab_size", config.vocab_size), ("sample_from_anchor", False)):
         if getattr(config, name) != wanted:
             raise ValueError(
-                f"{name} {getattr(config, name)} has no place in the speculators dialect of DFlash 2, which has "
-                f"{wanted}: train with that (drafter.{name})."
+                f"{name} {getattr(config, name)} has no place in the speculators dialect of DFlash 2: train with "
+                f"drafter.{name}={wanted}."
             )
     fields, layers, tensors = _write_dflash(parts)
     return {**fields, **write_own(config)}, layers, tensors
@@ -164,8 +164,8 @@ def _write_block(config: DFlashConfig) -> dict[str, Any]:
 def _sliding_is_causal(config: DFlashConfig) -> bool:
     if any(pattern.causal and pattern.window is None for pattern in config.attention_patterns):
         raise ValueError(
-            "is_causal true has no place in the speculators dialect but for sliding layers: its full ones never are; "
-            "train with drafter.is_causal=false."
+            "is_causal true has no place in the speculators dialect, whose full layers are never causal: train with "
+            "drafter.is_causal=false."
         )
     return any(pattern.causal for pattern in config.attention_patterns)
 
@@ -182,7 +182,7 @@ def _read_eagle3(
 
 
 def _write_eagle3(parts: DrafterWeights) -> Fragments:
-    """vLLM counts aux hidden states by `num_aux_hidden_states` of the layer's config."""
+    """Write EAGLE-3; vLLM reads `num_aux_hidden_states` from the layer's config."""
     config = parts.config
     fields = {
         "draft_vocab_size": config.draft_vocab_size,
@@ -223,19 +223,19 @@ def _write_mtp(parts: DrafterWeights) -> Fragments:
     for name, wanted in (("num_modules", 1), ("qk_norm", True), ("draft_vocab_size", config.vocab_size)):
         if getattr(config, name) != wanted:
             raise ValueError(
-                f"{name} {getattr(config, name)} has no place in the speculators dialect of MTP, which has one module "
-                f"of a Qwen3-shaped target and the whole vocabulary: train with {name} {wanted}."
+                f"{name} {getattr(config, name)} has no place in the speculators dialect of MTP (one module of a "
+                f"Qwen3-shaped target, the whole vocabulary): train with {name} {wanted}."
             )
     if parts.head_VdH is not None or parts.embedding_VH is not None:
         raise ValueError(
             "lm_head.weight and embed_tokens.weight have no place in the speculators dialect of MTP: train a drafter "
-            "here, whose head and embedding are the target's."
+            "here, which uses the target's."
         )
     layers = {
         "model_type": "qwen3",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_target_layers,  # the library reads the state behind this layer
+        "num_hidden_layers": config.num_target_layers,  # the library reads the output of this layer
         **layer_fields(config),
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -261,16 +261,15 @@ def _renamed(tensors: Mapping[str, Tensor], to_ours: bool) -> dict[str, Tensor]:
 
 
 # ----------------------------------------------------------------------------
-# speculators 0.9: one envelope for several algorithms, the dialect vLLM reads by itself.
+# speculators 0.9: one envelope for several algorithms; vLLM reads it without further options.
 #
 #     speculators_model_type    eagle3, dflash, dflash2, dspark, mtp
-#     transformer_layer_config  the draft layers, as transformers names them; no model_type beside it
+#     transformer_layer_config  the draft layers, under transformers' names
 #     speculators_config        algorithm, how many tokens to propose, and the verifier (the target)
 #     aux layers                counted as hidden states, one more than our ids
 #
-# Library and vLLM default several fields differently, so every one is written. Embedding and head come from the
-# verifier, but for the two that the library's own checkpoints store: the head of EAGLE-3 and that of a reduced draft
-# vocabulary.
+# The library and vLLM default several fields differently, so every field is written. Embedding and head come from the
+# verifier, except the head of EAGLE-3 and that of a reduced draft vocabulary, which are stored.
 # Sources: speculators 0.9.0; vLLM 0.32.
 # ----------------------------------------------------------------------------
 
@@ -280,13 +279,13 @@ VERSION = "0.9.0"
 
 @dataclass(frozen=True)
 class _Algorithm:
-    """One `speculators_model_type`.
+    """Reader and writer of one `speculators_model_type`.
 
     Attributes:
-        read: (its fields, target depth, drafts a block, tensors, source) -> parts.
-        write: parts, with the target's tensors where stored -> (its fields, transformer_layer_config, tensors).
-        stores_head: whether lm_head.weight is always in the checkpoint.
-        layers_are_the_targets: transformer_layer_config counts the target's layers, not the drafter's.
+        read: (fields, target depth, drafts per block, tensors, source) -> weights.
+        write: weights, with the target's tensors if stored -> (fields, transformer_layer_config, tensors).
+        stores_head: whether the checkpoint always has lm_head.weight.
+        layers_are_the_targets: whether transformer_layer_config counts the target's layers instead of the drafter's.
     """
 
     architecture: str
@@ -306,7 +305,7 @@ _ALGORITHMS = {
 
 
 class Speculators:
-    """The speculators library's dialect; its algorithms have our methods' names."""
+    """The dialect of the speculators library; its algorithms have the names of our methods."""
 
     name = "speculators"
     spelling = "speculators_model_type"
@@ -329,7 +328,7 @@ class Speculators:
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         algorithm, config = _ALGORITHMS[parts.algorithm], parts.config
         if target is None:
-            raise ValueError("the speculators dialect names its verifier: say which target this is for (--target).")
+            raise ValueError("the speculators dialect stores the name of the target: give --target.")
         if algorithm.stores_head or parts.draft_ids_Vd is not None:
             parts = with_target_tensors(parts, target, embedding=False)
         fields, layers, tensors = algorithm.write(parts)
@@ -354,7 +353,7 @@ class Speculators:
 
 
 def _proposed(fields: Fields) -> int | None:
-    """How many tokens a round proposes; None where the config does not say."""
+    """Return how many tokens a round proposes; None if the config does not state it."""
     methods = fields.section("speculators_config", {}).raw("proposal_methods")
     if methods is None:
         return None

@@ -1,11 +1,11 @@
-"""z-lab's DFlash: `architectures: ["DFlashDraftModel"]`, aux layers and mask token in `dflash_config`.
+"""Read and write z-lab's DFlash: `architectures: ["DFlashDraftModel"]`, block fields in `dflash_config`.
 
-    tensors   fc, hidden_norm, norm, layers.{i}.*: our own names; lm_head and d2t only where they are not the target's
+    tensors   fc, hidden_norm, norm, layers.{i}.*: our names; lm_head and d2t only if they are not the target's
     block     1 anchor + (block_size - 1) masks; a mask predicts the token at its own position
 
 Embeddings are multiplied by `input_embedding_scale`: sqrt(hidden_size) for Gemma targets, 1 for others. It is written
-where the target is known, and must be the target's where a checkpoint states it. A checkpoint without it leaves it to
-the target here. The package then takes 1 in PyTorch, and Gemma 4's own factor in MLX (where a stated one comes on top).
+if the target is known, and a stated one must equal the target's. Without it the target's factor is used here; the
+package then uses 1 in PyTorch, and Gemma 4's factor in MLX (which multiplies a stated one on top).
 
 Source: the `dflash` package, version 0.1.0. Newer checkpoints keep block_size in `dflash_config`, and SGLang looks
 there first for every field of the block; fields that are in both places must agree.
@@ -35,7 +35,7 @@ OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_
 
 
 def read_block(fields: BlockFields) -> dict[str, Any]:
-    """The arguments of DFlash's config."""
+    """Read the arguments of DFlash's config."""
     backbone = read_backbone(fields)
     cap = fields.number("final_logit_softcapping") if fields.raw("final_logit_softcapping") else None  # 0: none
     return {
@@ -54,7 +54,7 @@ def embedding_scale(fields: BlockFields) -> float | None:
 
 
 def written_block(parts: DrafterWeights, target: TargetFacts | None, spelling: str) -> ExportedCheckpoint:
-    """The checkpoint of the backbone and its block, and of all tensors."""
+    """Write the fields of the backbone and its block, and all tensors."""
     config = parts.config
     section: dict[str, Any] = {"mask_token_id": config.mask_token_id}
     section |= {"target_layer_ids": list(config.target_layer_ids), "output_multiplier": config.output_multiplier}
@@ -72,14 +72,14 @@ def written_block(parts: DrafterWeights, target: TargetFacts | None, spelling: s
 
 
 def is_plain(raw: Mapping[str, Any]) -> bool:
-    """Whether nothing in `dflash_config` says that another method has a head on this backbone."""
+    """Return whether `dflash_config` names no head of another method on this backbone."""
     section = raw.get("dflash_config")
     nested = section if isinstance(section, Mapping) else {}
     return not nested.get("projector_type") and not raw.get("projector_type") and nested.get("causal_head") is not True
 
 
 class ZLab:
-    """DFlash as z-lab publishes it."""
+    """The dialect of z-lab's DFlash checkpoints."""
 
     name = "z-lab"
     spelling = "DFlashDraftModel"
@@ -98,7 +98,7 @@ class ZLab:
         config = parts.config
         if config.sample_from_anchor:
             raise ValueError(
-                "the z-lab dialect has one block layout, anchor + masks: train with "
+                "sample_from_anchor true has no place in the z-lab dialect: train with "
                 "drafter.sample_from_anchor=false, or with drafter.algorithm=dspark."
             )
         return written_block(parts, target, self.spelling)
@@ -109,26 +109,25 @@ class ZLab:
 #
 #     conv_kernel_size, conv_group_size, selector_rank, selector_top_k
 #
-# Tensor names are our own. With a reduced draft vocabulary the successor codebook has its rows only. Nobody but us
-# reads
-# that: no reader of DFlash 2 has a draft vocabulary, and backends/base.py refuses to export one.
+# Tensor names are ours. With a reduced draft vocabulary the successor codebook has only its rows. Only Outrider reads
+# that: other readers of DFlash 2 have no draft vocabulary, and backends/base.py refuses to export one.
 #
 # Source: the package `dflash` 0.1.0.
 # ----------------------------------------------------------------------------
 
 
 def read_own(fields: Fields) -> dict[str, Any]:
-    """What DFlash 2 has beside DFlash's fields, as the arguments of its config."""
+    """Read the fields that DFlash 2 adds to DFlash's."""
     return {name: fields.integer(name) for name in OWN_FIELDS}
 
 
 def write_own(config: DFlash2Config) -> dict[str, int]:
-    """The same fields, all of them."""
+    """Return all fields that `read_own` reads."""
     return {name: getattr(config, name) for name in OWN_FIELDS}
 
 
 class ZLab2:
-    """What DFlash 2 adds to z-lab's DFlash."""
+    """The dialect of z-lab's DFlash 2 checkpoints."""
 
     name = "z-lab"
     spelling = "DFlash2DraftModel"
@@ -139,7 +138,7 @@ class ZLab2:
         self._zlab = ZLab()
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
-        """The speculators library gives its own envelope the same architecture."""
+        """Recognise the architecture, except in the envelope of the speculators library, which has the same one."""
         return self.spelling in (raw.get("architectures") or []) and "speculators_model_type" not in raw
 
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
