@@ -312,7 +312,7 @@ UNWRITABLE: list[tuple[Dialect, str, str, Change, str]] = [
     (DeepSpec(), "dspark", "", CAPPED, "output_multiplier 0.5 and final_logit_softcapping 3.0 have no place"),
     (Speculators(), "dflash", "", CAPPED, "output_multiplier 0.5 and final_logit_softcapping 3.0 have no place"),
     (ZLab(), "dflash", "", {"sample_from_anchor": True}, "sample_from_anchor=false"),
-    (Speculators(), "dflash2", "", {"draft_vocab_size": VD}, "draft_vocab_size 40 has no place.*which has 97"),
+    (Speculators(), "dflash2", "", {"draft_vocab_size": VD}, "draft_vocab_size 40 has no place.*=97"),
     (Speculators(), "dflash2", "", {"sample_from_anchor": True}, "sample_from_anchor True has no place"),
     (Speculators(), "mtp", "", {"qk_norm": False}, "qk_norm False has no place"),
     (Speculators(), "mtp", "", {"num_modules": 2}, "num_modules 2 has no place"),

@@ -348,9 +348,9 @@ def warn_of_thinking(choice: DrafterChoice, thinking: bool) -> None:
     """Warn if responses will think and the drafter was trained without thinking."""
     if thinking and choice.knows_thinking is False:
         warnings.warn(
-            f"the drafter {choice.repo or choice.where} was trained on responses without thinking, so fewer drafts will "
-            "be accepted; the output stays the target's. Compare the accepted length with and without --thinking; to "
-            "raise it, continue training with data.thinking=true.",
+            f"the drafter {choice.repo or choice.where} was trained on responses without thinking, so fewer "
+            "drafts will be accepted; the output stays the target's. Compare the accepted length with and without "
+            "--thinking; to raise it, continue training with data.thinking=true.",
             stacklevel=2,
         )
 
@@ -368,8 +368,8 @@ def require_directory(choice: str, target: str) -> Path:
         raise ValueError(f"--drafter {choice}: give the trained drafter itself, {drafter.where}.")
     if drafter.base is not None:
         raise ValueError(
-            f"--drafter {choice} is {drafter.where}, made for {drafter.base}, and must not store results for {target}: "
-            f"copy it (cp -r {drafter.where} mine) and give --drafter mine."
+            f"--drafter {choice} is {drafter.where}, made for {drafter.base}: copy it (cp -r {drafter.where} mine) and "
+            f"give --drafter mine, because results for {target} must not be stored in it."
         )
     if name_of(drafter.directory) != str(drafter.directory):
         raise ValueError(

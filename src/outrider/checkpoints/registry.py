@@ -227,7 +227,7 @@ def dialect_of(raw: Mapping[str, Any], where: object) -> Dialect:
     if named and named[0].endswith(("ForCausalLM", "ForConditionalGeneration")):
         raise UnknownDialect(
             f"{where}: architectures {named} is not a drafter dialect Outrider reads but a language model's; "
-            "draft with it by --drafter lm:DIRECTORY.",
+            "--drafter lm:DIRECTORY drafts with it.",
             raw,
         )
     known = ", ".join(f"{dialect.spelling} ({dialect.name})" for dialect in dialects())

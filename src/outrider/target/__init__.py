@@ -1,1 +1,1 @@
-"""The frozen target model: loading, hidden states, KV caches with rollback, and the fast CPU forward."""
+"""Loads and runs the frozen target model: hidden states, KV caches with rollback, and the fused CPU forward."""

@@ -1,11 +1,11 @@
-"""Tree attention: row t of a draft tree attends to the cache, its ancestors and itself, at its depth in the tree.
+"""Compute tree attention: row t of a draft tree attends to the cache, its ancestors and itself, at its depth.
 
     parents   -1  0  0  1  1       slots     past  past+1  past+2  past+3  past+4
-    depths     0  1  1  2  2       position  past + depth: what rotary embeddings and sliding windows count by
+    depths     0  1  1  2  2       position  past + depth, for rotary embeddings and sliding windows
 
-              0 1 2 3 4            Siblings share a position and do not see each other. Which rows stay is known after
-        row 0 x                    verification; their keys then move into the slots that follow the cache
-        row 1 x x                  (`KVCache.keep_path`, `PagedKV.keep_paths`), and nothing is computed again.
+              0 1 2 3 4            Siblings share a position and do not see each other. Verification decides which rows
+        row 0 x                    stay; their keys then move into the slots that follow the cache
+        row 1 x x                  (`KVCache.keep_path`, `PagedKV.keep_paths`), without recomputation.
         row 2 x . x
         row 3 x x . x              Tree attention: SpecInfer, arXiv 2305.09781.
         row 4 x x . . x
@@ -26,14 +26,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Branches:
-    """The tree attention mask: depth of every row, and which rows each one sees, itself included."""
+    """The tree attention mask: the depth of every row, and the rows that it sees, including itself."""
 
     depths_T: Tensor
     sees_TT: Tensor
 
     @staticmethod
     def of(parents: Sequence[int]) -> Branches:
-        """Depths and mask from the parent row of each row; the first has -1 and no other does."""
+        """Compute depths and mask from the parent of each row, -1 for the first row only."""
         assert all((parent == -1) == (t == 0) and parent < t for t, parent in enumerate(parents)), f"{list(parents)}"
         sees_TT = np.eye(len(parents), dtype=bool)
         for row, parent in enumerate(parents[1:], start=1):
@@ -41,10 +41,10 @@ class Branches:
         return Branches(torch.from_numpy(sees_TT.sum(axis=1) - 1), torch.from_numpy(sees_TT))
 
     def visible(self, past: int, low: int = 0, window: int | None = None) -> Tensor:
-        """The mask [T, past - low + T] bool over cached positions low .. past - 1 and the rows.
+        """Return the mask [T, past - low + T] bool over cached positions low .. past - 1 and the rows.
 
         Args:
-            window: the last so many positions are visible, the row's own included; None is all.
+            window: number of visible positions, including the row's; None: all.
         """
         rows = len(self.depths_T)
         visible_TN = torch.cat([torch.ones(rows, past - low, dtype=torch.bool), self.sees_TT], dim=1)
@@ -56,17 +56,17 @@ class Branches:
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask, 0 or -inf. Made once, because attention would convert a bool mask in every layer.
+    """Convert a bool mask to 0 or -inf once, because attention would convert it in every layer.
 
     Args:
-        dtype: of the queries. PyTorch's fused kernel on a CPU accepts a float32 mask for float64 queries and then
-            masks wrongly, without an error.
+        dtype: type of the queries. PyTorch's fused CPU kernel accepts a float32 mask for float64 queries and then masks
+            wrongly, without an error.
     """
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 def lowest_visible(past: int, window: int | None) -> int:
-    """The first position that any new row after `past` cached ones sees."""
+    """Return the first position that any new row after `past` cached ones sees."""
     return 0 if window is None else max(0, past + 1 - window)
 
 
@@ -80,13 +80,13 @@ def lowest_visible(past: int, window: int | None) -> int:
 
 
 def fold(q: Tensor, K: int) -> Tensor:
-    """[1, H, T, E] -> [1, K, T * G, E]: the query heads of a key head become rows, token by token."""
+    """Fold the query heads of a key head into rows, token by token: [1, H, T, E] -> [1, K, T * G, E]."""
     _, H, T, E = q.shape
     return q.reshape(1, K, H // K, T, E).transpose(2, 3).reshape(1, K, T * (H // K), E)
 
 
 def unfold(folded: Tensor, groups: int) -> Tensor:
-    """The inverse of `fold`: [1, K, T * G, E] -> [1, H, T, E]."""
+    """Invert `fold`: [1, K, T * G, E] -> [1, H, T, E]."""
     _, K, Q, E = folded.shape
     out = folded.view(1, K, Q // groups, groups, E)
     return out.transpose(1, 2).reshape(1, Q // groups, K * groups, E).transpose(1, 2)
@@ -101,8 +101,8 @@ def attend_folded(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Attention of folded rows, [1, K, Q, E]; fused where there is neither soft cap nor sinks, which fused kernels lack
-    (then probabilities are in float32).
+    """Compute attention of folded rows, [1, K, Q, E], with PyTorch's fused kernel, or explicitly with float32
+    probabilities if there is a soft cap or sinks.
     """
     if softcap is None and sinks_H is None:
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask_11QN, scale=scale)

@@ -1,4 +1,4 @@
-"""KV cache and recurrent state of a target, both with exact rollback.
+"""Store the KV cache and recurrent states of a target, both with exact rollback.
 
 The state of a recurrent layer (gated delta net):
 
@@ -7,10 +7,10 @@ The state of a recurrent layer (gated delta net):
     before   S_n, conv_n  --- forward of rows n .. n+l --->  S_{n+l+1}, conv_{n+l+1}
     keep m   S_n, conv_n  --- the same rows n .. n+m-1 --->  S_{n+m}, conv_{n+m}       (this layer's module alone)
 
-Keys can be forgotten by their slots; one state per layer cannot. So a layer holds the state before its last forward and
-the rows that forward brought. Going back to m of them runs its own module on these m rows again: projections and the
-recurrence of the linear layers, no attention and no MLP. Where all rows stay, or none, nothing is computed. The states
-of a request whose keys are in pages (target/paged.py) are a cache without slots, which goes back in the same way.
+Slots of keys can be dropped; a single state per layer cannot. So a recurrent layer keeps the state before its last
+forward and the rows of that forward. Rolling back to m rows runs the layer's module on these m rows again: projections
+and recurrence, no attention and no MLP. If all rows stay, or none, nothing is computed. The states of a request whose
+keys are in pages (target/paged.py) are a cache without slots, which rolls back in the same way.
 Source: Gated Delta Networks, arXiv 2412.06464. Shapes: B sequences, T rows, D hidden.
 """
 
@@ -29,7 +29,7 @@ _LAYER = "linear_attn"  # the attribute of a decoder layer that holds its recurr
 
 
 def recurrent_modules(decoder: Any) -> dict[int, torch.nn.Module]:
-    """The recurrent modules of a decoder, by layer index."""
+    """Return the recurrent modules of a decoder, by layer index."""
     return {i: getattr(layer, _LAYER) for i, layer in enumerate(decoder.layers) if hasattr(layer, _LAYER)}
 
 
@@ -44,20 +44,20 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
-        self.record_past = True  # transformers then asks for every update instead of writing into the state
+        self.record_past = True  # transformers then passes every update here instead of writing into the state
         self._module = module
         self.length = 0  # rows read
         self._before: tuple[Tensor | None, Tensor | None] = None, None
         self._rows_BTD: Tensor | None = None
 
     def lazy_initialization(self, *_: object, **__: object) -> None:
-        """Nothing to allocate: states come with their updates."""
+        """Do nothing: states are allocated by their updates."""
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
     ) -> Tensor:
-        """Append [B, channels, T] and return the columns that the convolution sees, earlier ones first."""
-        assert conv_kernel_size is not None, "the family's module does not say how far its convolution sees"
+        """Append [B, channels, T] and return the columns that the convolution sees, oldest first."""
+        assert conv_kernel_size is not None, "the family's module gives no conv_kernel_size"
         earlier = self.conv_states[0]
         seen = conv_states if earlier is None else torch.cat([earlier, conv_states], dim=-1)
         self.conv_states[0] = seen[..., -conv_kernel_size:].clone()
@@ -69,19 +69,19 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         return recurrent_states
 
     def remember(self, rows_BTD: Tensor) -> None:
-        """Count the rows of a forward; store them and the state before it, for `drop`."""
+        """Count the rows of a forward, and store them and the state before it for `drop`."""
         self.length += rows_BTD.shape[1]
         self._before, self._rows_BTD = (self.conv_states[0], self.recurrent_states[0]), rows_BTD
 
     @torch.inference_mode()
     def drop(self, count: int, cache: Cache) -> None:
-        """Forget the last `count` rows, all of them from the last forward."""
+        """Drop the last `count` rows, all of them from the last forward."""
         if count == 0:
             return
         rows_BTD = self._rows_BTD
-        assert rows_BTD is not None, "a recurrent state goes back within the last forward only"
+        assert rows_BTD is not None, "a recurrent state rolls back within the last forward only"
         kept = rows_BTD.shape[1] - count
-        assert kept >= 0, f"{count} rows to forget, {rows_BTD.shape[1]} in the last forward"
+        assert kept >= 0, f"{count} rows to drop, {rows_BTD.shape[1]} in the last forward"
         self.conv_states[0], self.recurrent_states[0] = self._before
         self.has_previous_state[0] = self._before[0] is not None
         self._rows_BTD = rows_BTD[:, :kept]
@@ -90,7 +90,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
 
 def remember_inputs(module: Any, _args: Any, inputs: dict[str, Any]) -> None:
-    """A forward pre-hook of recurrent modules; caches of transformers' own pass through it untouched."""
+    """Store the input rows of a recurrent module (a forward pre-hook); other caches are left alone."""
     cache = inputs.get("cache_params")
     layer = None if cache is None else cache.layers[module.layer_idx]
     if isinstance(layer, RecurrentLayer):
@@ -104,11 +104,10 @@ def remember_inputs(module: Any, _args: Any, inputs: dict[str, Any]) -> None:
 #             committed     | free (stale values, never read)
 #
 # Buffers are allocated once; appending writes in place and attention reads a view of the first `length` slots, so
-# rolling back is setting one integer: no copy, no rounding, exactly the state before the rejected tokens were seen.
-# Sliding layers keep all slots too; what lies outside their window is masked. Latents (MLA) are kept as they are
-# cached. Of a verified tree the slots of the accepted path move together; keys carry their positions, so they need no
-# change. Recurrent layers have a state instead of slots and roll back as described above.
-# It is a `transformers.Cache`, so every family's own attention can write into it, and fused.py can too.
+# rollback sets one integer, without copies or rounding. Sliding layers keep all slots, too; a mask hides those outside
+# the window. Latents (MLA) are stored unexpanded. After verifying a tree, the slots of the accepted path move together;
+# keys contain their positions, so they stay the same. Recurrent layers have a state instead of slots and roll back as
+# described above. The cache is a `transformers.Cache`, so every family's attention can write into it.
 # ----------------------------------------------------------------------------
 
 
@@ -142,7 +141,7 @@ class KVLayer(CacheLayerMixin):
         return keys, values
 
     def reserve(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """As `update`, but the values of what is appended are left to be written."""
+        """Extend as `update`, but leave the new slots for the caller to write."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]
@@ -161,12 +160,12 @@ class KVLayer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """One cache for all layers of a model and B sequences that share a slot index.
+    """The cache of all layers of a model, for B sequences that share a slot index.
 
     Args:
-        num_layers: decoder layers, at least one of which has keys.
-        capacity: slots, one per token; 0 for recurrent states alone.
-        recurrent: the modules of layers that have a state instead of keys.
+        num_layers: number of decoder layers, at least one of which has keys.
+        capacity: slots, one per token; 0 for recurrent states only.
+        recurrent: modules of the layers that have a state instead of keys.
     """
 
     def __init__(
@@ -183,21 +182,21 @@ class KVCache(Cache):
 
     @property
     def _used(self) -> list[KVLayer]:
-        """Layers that hold keys; where layers share keys (Gemma 4), only the first of them does."""
+        """Layers that hold keys; of layers that share keys (Gemma 4) only the first."""
         return [store for store in self._stores if store.is_initialized]
 
     @property
     def length(self) -> int:
-        """Tokens read: slots in use."""
+        """Number of tokens read, which is the number of used slots."""
         return (self._states or self._stores)[0].length
 
     def assume(self, length: int) -> None:
-        """Count `length` tokens as read by the recurrent layers: for measurements, which content does not affect."""
+        """Count `length` tokens as read by the recurrent layers, for measurements that do not depend on content."""
         for state in self._states:
             state.length = length
 
     def rollback(self, length: int) -> None:
-        """Forget every slot from `length` on; with recurrent layers, within the last forward only."""
+        """Drop every slot from `length` on; with recurrent layers only within the last forward."""
         assert 0 <= length <= self.length, f"cannot roll back from {self.length} to {length}"
         for store in self._used:
             store.length = length
@@ -206,7 +205,7 @@ class KVCache(Cache):
             state.length = length
 
     def keep_path(self, start: int, rows: Sequence[int]) -> None:
-        """Keep only the slots `rows` (ascending, counted from `start`) after `start`, moved together."""
+        """Keep only the slots `rows` (ascending, relative to `start`) after `start`, and move them together."""
         assert sorted(set(rows)) == list(rows) and start + max(rows, default=-1) < self.length, f"{rows} after {start}"
         end = start + len(rows)
         if list(rows) != list(range(len(rows))):

@@ -1,4 +1,4 @@
-"""Forward of Llama-shaped decoders from fused weights, packed on a CPU.
+"""Run Llama-shaped decoders from fused weights, packed on a CPU.
 
     h <- h + W_o attn(rope(qknorm(W_qkv norm(h))));   h <- h + W_down (silu(g) * u),  [g; u] = W_gu norm(h)
 
@@ -39,7 +39,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Operators:
-    """A layer around its attention in PyTorch's operators, as `LayerKernels` where there are none."""
+    """A layer around its attention in PyTorch's operators; replaces `LayerKernels` if there are no kernels."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class Operators:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, half-split layout; `sin` already carries the sign of the first half."""
+    """Apply rotary embeddings in half-split layout; `sin` comes from `signed_sin`."""
     half = x.shape[-1] // 2
     return torch.addcmul(x * cos, torch.cat((x[..., half:], x[..., :half]), dim=-1), sin)
 
 
 def signed_sin(sin: Tensor) -> Tensor:
-    """Negate the first half of the last axis, as `rotate` expects."""
+    """Negate the first half of the last axis, for `rotate`."""
     half = sin.shape[-1] // 2
     return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
@@ -86,7 +86,9 @@ def signed_sin(sin: Tensor) -> Tensor:
 def visibility_mask(
     past: int, new: int, *, groups: int, dtype: torch.dtype, device: torch.device, branches: Branches | None = None
 ) -> Tensor | None:
-    """Additive mask of `new` tokens after `past` cached ones, [1, 1, groups * new, past + new]; None: they see all."""
+    """Return the additive mask of `new` tokens after `past` cached ones, [1, 1, groups * new, past + new]; None: all
+    are visible.
+    """
     if branches is not None:
         visible = on_device(branches.visible(past), device)
     elif new == 1:
@@ -110,7 +112,7 @@ class FusedDecoder:
         self.norm = decoder.norm.weight.detach()
         self.layers = [self._pack(layer) for layer in decoder.layers]
         self.compiled = all(isinstance(layer, LayerKernels) for layer in self.layers)
-        # oneDNN, which has the matrices of other layers on a CPU, builds a kernel for every number of rows.
+        # On a CPU oneDNN multiplies the other matrices, and builds a kernel for every number of rows.
         self.builds_by_rows = self.embed.device.type == "cpu" and not self.compiled
 
     def _pack(self, layer: Any) -> LayerKernels | Operators:
@@ -129,8 +131,10 @@ class FusedDecoder:
             eps=self.eps,
         )
         heads = self.kv_heads * self.groups, self.kv_heads
-        own = [linear.matrix for linear in linears if linear.matrix is not None]
-        return LayerKernels(*own, norms=norms, heads=heads) if own else Operators(*linears, norms=norms, heads=heads)
+        matrices = [linear.matrix for linear in linears if linear.matrix is not None]
+        if matrices:
+            return LayerKernels(*matrices, norms=norms, heads=heads)
+        return Operators(*linears, norms=norms, heads=heads)
 
     def forward(
         self,
@@ -140,11 +144,11 @@ class FusedDecoder:
         aux_layers: tuple[int, ...],
         branches: Branches | None = None,
     ) -> AuxOutput:
-        """Run T new tokens after those in `cache`; the last layer's aux hidden state is the normed one."""
+        """Run T new tokens after those in `cache`; the last layer's aux hidden state is normed."""
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
         if self.compiled and B == 1 and T <= MOST_ROWS:
-            # As the engine computes them: one block holds the whole cache.
+            # Compute as the engine does, with one block for the whole cache.
             start, slots_T = cache.length, torch.arange(cache.length, cache.length + T)
             rows = FewRows([0], [T], [start], blocks=[[0]], block_size=start + T, branches=[branches])
 
@@ -172,11 +176,11 @@ class FusedDecoder:
         return store
 
     def forward_packed(self, tokens_T: Tensor, lengths: Sequence[int], aux_layers: tuple[int, ...]) -> AuxOutput:
-        """Documents of `lengths` tokens, concatenated; each sees itself only, from position 0 on. As `forward`, B = 1.
+        """Run concatenated documents of `lengths` tokens; each sees only itself, from position 0. As `forward`, B = 1.
 
-        Only attention goes document by document, in the same shapes whatever else is packed. The matrix products of a
-        row do not depend on how many rows there are, so neither do the results: equal to the last bit. Rows that fill
-        their number up attend to nothing and are dropped.
+        Only attention runs document by document, in the same shapes whatever is packed. The matrix product of a row
+        does not depend on the number of rows, so the results are equal to the last bit. Filler rows attend to nothing
+        and are dropped.
         """
         T = len(tokens_T)
         filler = padded_size(T) - T if self.builds_by_rows else 0
@@ -194,7 +198,7 @@ class FusedDecoder:
         return normed[:, :T], {layer: x[:, :T] for layer, x in captured.items()}
 
     def forward_ragged(self, step: RaggedStep, aux_layers: tuple[int, ...]) -> AuxOutput:
-        """The rows of many requests, each attending as `step` says. As `forward`, B = 1."""
+        """Run the rows of many requests with the attention of `step`. As `forward`, B = 1."""
         whole = step.whole() if self.compiled else None
         return self.run(step.tokens_1T, step.positions_1T, aux_layers, attention=step.attend, whole=whole)
 
@@ -206,7 +210,7 @@ class FusedDecoder:
         attention: Attend | None = None,
         whole: WholeStep | None = None,
     ) -> AuxOutput:
-        """As `forward`, with this attention, or with whole layers in compiled kernels."""
+        """Run all layers with this attention, or as whole layers in compiled kernels; see `forward`."""
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
         hidden = F.embedding(tokens_BT.reshape(-1), self.embed)

@@ -1,16 +1,16 @@
-"""Steps of few rows on a GPU: padded to buckets, one attention call per layer, each bucket a CUDA graph.
+"""Run steps of few rows on a GPU: pad them to buckets, with one attention call per layer and a CUDA graph per bucket.
 
     spans     R requests of at most 16 rows each   ->   R' x M rows, each request over N slots
     buckets   R' = 1, 2, 4, ..; M a power of two, at least 16 rows in all; N = 256, 512, 1024, ..
     inputs    tokens, positions, slots [R' M] | past [R'] | blocks [R' N / block] | sees [R' M M]        one copy
-    row m of request r sees slot n where   n < past_r,  or  n - past_r is one of its rows that m sees
+    row m of request r sees slot n if   n < past_r,  or  n - past_r is one of its rows that m sees
 
-One request takes 16 rows whether it has one or up to 15 drafts behind its anchor: plain and speculative decoding run
+A single request takes 16 rows whether it has no draft or up to 15 after its anchor: plain and speculative decoding run
 the same kernels in the same shapes, so that greedy text is equal by construction. Tensor cores compute 16 rows at once
-and the weights are read once, so the padding costs no time there. Rows that stand for nothing write into a spare block.
+and the weights are read once, so the padding costs no time there. Padding rows write into a spare block.
 
-The keys of a request are gathered, padded to the longest request's, and attended to by one call for all. Trees are
-verified by the same call: `sees` is their mask. What cannot be captured runs as it is, see `StepGraphs.captures`.
+The keys of each request are gathered and padded to the longest request, and one call attends for all. The same call
+verifies trees, with `sees` as their mask. If graphs cannot be captured, steps run without, see `StepGraphs.captures`.
 
 Shapes: R requests, M rows of each, T = R M, N slots of each, K kv heads, G queries per kv head, E head dim, D hidden,
 L aux layers.
@@ -36,12 +36,12 @@ from outrider.target.kernels import MOST_ROWS
 from outrider.target.paged import PagedKV, Span
 from outrider.utils.measure import on_device
 
-_FEWEST_ROWS = 16  # of a step: the rows of one tensor core product
+_FEWEST_ROWS = 16  # minimum rows of a step: the rows of one tensor core product
 _FEWEST_KEYS = 256
 
 
 class Shape(NamedTuple):
-    """A bucket: requests, rows of each, slots that each sees, and the aux layers that are captured."""
+    """A bucket: number of requests, rows and visible slots of each, and aux layers to capture."""
 
     requests: int
     rows: int
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(spans: Sequence[Span], aux_layers: tuple[int, ...]) -> Shape:
-    """The smallest bucket that holds the spans."""
+    """Return the smallest bucket that holds the spans."""
     R = _power_of_two(len(spans))
     M = max(_power_of_two(max(len(span.tokens) for span in spans)), _FEWEST_ROWS // R)
     N = max(_FEWEST_KEYS, _power_of_two(max(span.end for span in spans)))
@@ -62,7 +62,7 @@ def _power_of_two(count: int) -> int:
 
 
 def inputs_of(spans: Sequence[Span], shape: Shape, kv: PagedKV) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """All inputs of a step, one after another as in the module docstring."""
+    """Concatenate all inputs of a step, in the order of the module docstring."""
     R, M, N, _ = shape
     tokens, positions = (np.zeros((R, M), dtype=np.int64) for _ in range(2))
     slots = np.full((R, M), kv.spare_slot, dtype=np.int64)
@@ -86,7 +86,7 @@ def inputs_of(spans: Sequence[Span], shape: Shape, kv: PagedKV) -> np.ndarray[An
 
 @dataclass(frozen=True)
 class _Captured:
-    """A bucket's buffers, which its graph reads and writes; without a graph the step is run anew each time."""
+    """The buffers of a bucket, which its graph reads and writes; without a graph each step runs its operations."""
 
     inputs: Tensor
     hidden_TD: Tensor
@@ -98,9 +98,9 @@ class StepGraphs:
     """Runs steps of few rows of a decoder on a GPU.
 
     Attributes:
-        captures: whether graphs are made. False where the environment has OUTRIDER_CUDA_GRAPHS=0, and from the first
-            capture on that failed: the padded step then runs operation by operation, for two requests and more; a
-            single one has fewer operations where its keys are not gathered, and is not taken.
+        captures: whether graphs are made. False if the environment has OUTRIDER_CUDA_GRAPHS=0, and after a failed
+            capture. The padded step then runs operation by operation, for two or more requests; a single request is
+            not taken, because it needs fewer operations without gathered keys.
     """
 
     def __init__(self, decoder: FusedDecoder) -> None:
@@ -110,15 +110,15 @@ class StepGraphs:
         self._memory: Any = None  # shared by all graphs
 
     def taken(self, spans: Sequence[Span]) -> list[int]:
-        """Which of the spans of a step are for `forward`."""
+        """Return which spans of a step `forward` takes."""
         few = [i for i, span in enumerate(spans) if len(span.tokens) <= MOST_ROWS]
         return few if self.captures or len(few) > 1 else []
 
     def forward(self, spans: Sequence[Span], kv: PagedKV, aux_layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        """Normed last hidden states [T, D] and aux hidden states [T, L, D] of the spans' rows, without padding.
+        """Return normed last hidden states [T, D] and aux hidden states [T, L, D] of the spans' rows, without padding.
 
         Args:
-            spans: of at most `MOST_ROWS` rows each.
+            spans: spans of at most `MOST_ROWS` rows each.
         """
         shape = shape_of(spans, aux_layers)
         inputs = torch.from_numpy(inputs_of(spans, shape, kv)).pin_memory()
@@ -137,11 +137,11 @@ class StepGraphs:
             hidden_TD, aux_TLD = self._run(buffer, shape, kv)
             step = replace(step, hidden_TD=hidden_TD, aux_TLD=aux_TLD)
         rows = [r * shape.rows + m for r, span in enumerate(spans) for m in range(len(span.tokens))]
-        rows_T = on_device(rows, kv.device, torch.long)  # copies: the next replay writes over what it gave
+        rows_T = on_device(rows, kv.device, torch.long)  # copies, because the next replay overwrites its outputs
         return step.hidden_TD[rows_T], None if step.aux_TLD is None else step.aux_TLD[rows_T]
 
     def _prepared(self, buffer: Tensor, shape: Shape, kv: PagedKV) -> _Captured:
-        """A first run, which sets up the libraries' kernels, and the graph where one can be made."""
+        """Run a bucket once, which sets up the libraries' kernels, and capture its graph if possible."""
         hidden_TD, aux_TLD = self._run(buffer, shape, kv)
         if not self.captures:
             return _Captured(buffer, hidden_TD, aux_TLD)
@@ -153,20 +153,22 @@ class StepGraphs:
                 hidden_TD, aux_TLD = self._run(buffer, shape, kv)
         except RuntimeError as error:
             self.captures = False
-            warnings.warn(f"steps run without CUDA graphs, which could not be made: {error}", stacklevel=2)
+            warnings.warn(f"steps run without CUDA graphs, because a capture failed: {error}", stacklevel=2)
             return _Captured(buffer, hidden_TD, aux_TLD)
         return _Captured(buffer, hidden_TD, aux_TLD, graph=graph)
 
     def _run(self, buffer: Tensor, shape: Shape, kv: PagedKV) -> tuple[Tensor, Tensor | None]:
-        """The padded step, [T, D] and [T, L, D]; it reads nothing of the host but its arguments' shapes."""
+        """Run the padded step: [T, D] and [T, L, D]; of the host it reads only the shapes of its arguments."""
         (R, M, N, aux_layers), B, device = shape, kv.block_size, buffer.device
         sizes = [R * M] * 3 + [R, R * (N // B), R * M * M]
         tokens_T, positions_T, slots_T, past_R, blocks, sees = buffer.split(sizes)
         slots_RN = (blocks.view(R, -1, 1) * B + torch.arange(B, device=device)).view(-1)
         groups = self.decoder.groups
-        own_RN = torch.arange(N, device=device) - past_R[:, None]  # which of its rows a slot belongs to, if any
-        row_RMN = own_RN.clamp(0, M - 1)[:, None].expand(R, M, N)
-        visible_RMN = (own_RN < 0)[:, None] | ((own_RN < M)[:, None] & (sees.view(R, M, M).gather(2, row_RMN) > 0))
+        slot_row_RN = torch.arange(N, device=device) - past_R[:, None]  # the row that a slot belongs to, if any
+        row_RMN = slot_row_RN.clamp(0, M - 1)[:, None].expand(R, M, N)
+        visible_RMN = (slot_row_RN < 0)[:, None] | (
+            (slot_row_RN < M)[:, None] & (sees.view(R, M, M).gather(2, row_RMN) > 0)
+        )
         mask = additive(visible_RMN, kv.dtype).repeat_interleave(groups, dim=1)[:, None]  # rows are (row, query)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

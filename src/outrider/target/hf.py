@@ -1,7 +1,7 @@
-"""Run a target through transformers' own modules, with the cache, masks and ragged batches of this package.
+"""Run a target through transformers' modules, with the cache, masks and ragged batches of this package.
 
-In a ragged forward transformers' attention interface calls `ragged_attention`: the modules give scaling, window, soft
-cap and sinks, the step gives the keys that each row sees. Recurrent modules run request by request, over its states.
+In a ragged forward transformers' attention interface calls `ragged_attention`: the modules provide scaling, window,
+soft cap and sinks, the step provides the keys that each row sees. Recurrent modules run request by request.
 Shapes: K kv heads, H query heads, E head dim, T rows; the leading 1 is transformers' batch.
 """
 
@@ -39,8 +39,8 @@ def ragged_attention(
     ragged_step: RaggedStep,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: q [1, H, T, E], k and v [1, K, T, E] -> ([1, T, H, E], no weights)."""
-    assert attention_mask is None, "transformers made a mask of its own"
+    """Implement transformers' attention interface: q [1, H, T, E], k, v [1, K, T, E] -> ([1, T, H, E], no weights)."""
+    assert attention_mask is None, "transformers passed a mask"
     layer: Any = module.layer_idx
     expand: Any = module.expand_kv if ragged_step.latent else None
     out = ragged_step.attend(
@@ -62,7 +62,7 @@ AttentionInterface.register(_IMPLEMENTATION, ragged_attention)
 
 @contextmanager
 def ragged_attention_in(config: PretrainedConfig) -> Iterator[None]:
-    """Inside, the modules of this config's model use `ragged_attention` as their attention."""
+    """Make the modules of this config's model use `ragged_attention` inside the block."""
     before = config._attn_implementation
     config._attn_implementation = _IMPLEMENTATION
     try:
@@ -72,7 +72,7 @@ def ragged_attention_in(config: PretrainedConfig) -> Iterator[None]:
 
 
 def _recurrence_by_span(module: Any, hidden_states: Tensor, *, ragged_step: RaggedStep, **_: object) -> Tensor:
-    """The forward of a recurrent module on the rows of many requests, [1, T, D]: each over its own states."""
+    """Run a recurrent module on the rows of many requests, [1, T, D], each with its states."""
     outputs = []
     for span, rows_1TD in zip(
         ragged_step.spans, hidden_states.split([len(span.tokens) for span in ragged_step.spans], dim=1), strict=True
@@ -85,36 +85,36 @@ def _recurrence_by_span(module: Any, hidden_states: Tensor, *, ragged_step: Ragg
 
 @contextmanager
 def recurrence_by_span(modules: Sequence[Any]) -> Iterator[None]:
-    """Inside, these recurrent modules take the rows of a ragged forward."""
+    """Make these recurrent modules accept the rows of a ragged forward inside the block."""
     for module in modules:
         module.forward = partial(_recurrence_by_span, module)
     try:
         yield
     finally:
         for module in modules:
-            del module.forward  # the class's own again
+            del module.forward  # restores the method of the class
 
 
 # ----------------------------------------------------------------------------
-# A family's own decoder from transformers, with hooks that read the aux hidden states. It runs families without the
-# fused forward (target/fused.py).
+# transformers' decoder of a family, with hooks that capture the aux hidden states, for families without the fused
+# forward (target/fused.py).
 #
 #     ForCausalLM.model                                the decoder
 #     ForConditionalGeneration.model.language_model    the same inside a multimodal model; images are never given
 #     hooks                                            embedding -> aux layer -1, layer i -> aux layer i
 #
-# Rows that branch (target/attention.py) go through it with a mask of ours for every kind of layer; requests of a ragged
-# pass bring their own attention (target/hf.py). Shapes: B sequences, T new tokens, S slots, D hidden.
+# Trees (target/attention.py) pass a mask for every layer type; ragged forwards replace the attention.
+# Shapes: B sequences, T new tokens, S slots, D hidden.
 # ----------------------------------------------------------------------------
 
 
 def text_decoder(model: Any) -> Any:
-    """The module with `embed_tokens`, `layers` and `norm` of a causal LM, alone or inside a multimodal model."""
+    """Return the module with `embed_tokens`, `layers` and `norm` of a causal LM or multimodal model."""
     return getattr(model.model, "language_model", model.model)
 
 
 class FamilyDecoder:
-    """Runs a decoder of transformers with the cache, the branches and the ragged batches of this package."""
+    """Runs a decoder of transformers with the cache, trees and ragged batches of this package."""
 
     def __init__(self, model: Any, config: PretrainedConfig) -> None:
         self.module, self.config = text_decoder(model), config
@@ -122,7 +122,7 @@ class FamilyDecoder:
         self._captured: dict[int, Tensor] = {}
         self._wanted: tuple[int, ...] = ()
         self.module.embed_tokens.register_forward_hook(self._hook(-1))
-        for index, layer in enumerate(self.module.layers[:-1]):  # the last one's aux layer is the model's own output
+        for index, layer in enumerate(self.module.layers[:-1]):  # the last aux layer is the model's output
             layer.register_forward_hook(self._hook(index))
         self._recurrent = list(recurrent_modules(self.module).values())
         for recurrent in self._recurrent:
@@ -143,7 +143,7 @@ class FamilyDecoder:
         aux_layers: tuple[int, ...],
         branches: Branches | None = None,
     ) -> AuxOutput:
-        """As `FusedDecoder.forward`."""
+        """Run T new tokens after those in `cache`, as `FusedDecoder.forward`."""
         B, T = tokens_BT.shape
         mask: Any = None
         if branches is not None:
@@ -154,7 +154,7 @@ class FamilyDecoder:
         )
 
     def _branch_masks(self, cache: KVCache, branches: Branches) -> Any:
-        """Additive [1, 1, T, S]: one for all layers, or one per kind of layer, which is how such families take them."""
+        """Return the additive mask [1, 1, T, S], or one per layer type for families with sliding layers."""
         weight = self.module.norm.weight
 
         def mask(window: int | None) -> Tensor:
@@ -167,15 +167,15 @@ class FamilyDecoder:
         return mask(None if "full_attention" in kinds else window)
 
     def forward_ragged(self, step: RaggedStep, aux_layers: tuple[int, ...]) -> AuxOutput:
-        """The rows of many requests, B = 1, each attending as `step` says."""
+        """Run the rows of many requests, B = 1, with the attention of `step`."""
         inputs = {"input_ids": step.tokens_1T, "position_ids": step.positions_1T, "ragged_step": step}
         if step.latent:
-            inputs["past_key_values"] = step  # its modules cache latents before they expand them
+            inputs["past_key_values"] = step  # its modules cache latents before expanding them
         with ragged_attention_in(self.config), recurrence_by_span(self._recurrent):
             return self._forward_aux(aux_layers, **inputs)
 
     def forward_padded(self, documents: Sequence[Sequence[int]], aux_layers: tuple[int, ...]) -> AuxOutput:
-        """A row per document, padded on the right: no layer lets a real token see what comes after it."""
+        """Run one document per row, padded on the right, which causal attention never sees."""
         rows = [torch.tensor(document) for document in documents]
         tokens_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return self._forward_aux(aux_layers, input_ids=on_device(tokens_BT, self.module.norm.weight.device))

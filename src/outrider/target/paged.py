@@ -1,16 +1,15 @@
-"""Paged KV cache: keys and values of many requests in blocks of one pool.
+"""Store keys and values of many requests in blocks of one pool (paged KV cache).
 
     pool       | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 |     blocks of block_size slots, the same in every layer
     requests     .   .   c   c   a   a   .   c   .   b       a: 4 5      b: 9      c: 7 2 3
 
-Block i of a request holds its positions i * block_size and on. The engine decides who owns which block; a `Span`
-lists the blocks that one forward reads. Going back to an earlier token is a smaller `past`: later slots keep stale
-values that are overwritten before they are read. Source: Kwon et al., arXiv 2309.06180.
+Block i of a request holds its positions from i * block_size. The engine assigns blocks; a `Span` lists the blocks that
+a forward reads. A smaller `past` rolls back: later slots keep stale values that are overwritten before they are read.
+Source: Kwon et al., arXiv 2309.06180.
 
-Where layers differ in their heads (Gemma 4), every run of like layers has a pool of its own with the same slots. Latent
-attention (DeepSeek-V3) has the family's own latents in the slots: the compressed vector that keys and values are
-expanded from, and the rotated part that all heads share, as one head. A layer that keeps a state has no heads; the
-states of a request are in its `Span`.
+If layers differ in their heads (Gemma 4), every run of equal layers has its own pool with the same slots. With latent
+attention (DeepSeek-V3) a slot holds latents as one head: the compressed vector that keys and values are expanded from,
+and the rotated part that all heads share. A recurrent layer has no heads; the states of a request are in its `Span`.
 
 Shapes: L layers, K kv heads, S slots of the pool, E head dim, T new tokens of all spans, N rows with logits.
 """
@@ -44,12 +43,12 @@ class Span:
 
     Attributes:
         tokens: at positions `past`, `past + 1`, ...; at least one.
-        past: tokens of the request whose keys are in the pool. Smaller than before: the later ones are forgotten.
-        blocks: of the request, in order of positions; more than are needed may be listed.
+        past: number of the request's tokens with keys in the pool; a smaller value than before rolls back.
+        blocks: blocks of the request in order of positions; it may list more than needed.
         logits: how many of the last tokens get logits.
-        parents: where tokens branch, the parent of each among them, -1 for the first (target/attention.py). They take
-            one slot each all the same, so `past + t` is the slot of token t and not its position.
-        states: the request's `Target.new_states`, which follow `past`: within the last forward they go back to it.
+        parents: the parent of each token of a tree, -1 for the first (target/attention.py). Each token takes one slot,
+            so `past + t` is the slot of token t and not its position.
+        states: the request's `Target.new_states`, which roll back to `past` within the last forward.
     """
 
     tokens: list[int]
@@ -61,13 +60,13 @@ class Span:
 
     @property
     def end(self) -> int:
-        """Slots the request has in use after this forward."""
+        """Number of slots that the request uses after this forward."""
         return self.past + len(self.tokens)
 
 
 @dataclass(frozen=True)
 class RaggedOutput:
-    """Rows in the order of the spans. `logits_NV` holds the rows asked for, None when there are none."""
+    """The output rows in the order of the spans. `logits_NV` holds the requested rows, None if there are none."""
 
     logits_NV: Tensor | None
     aux_TLD: Tensor | None
@@ -78,13 +77,13 @@ class PagedKV:
     """Keys and values of all layers, allocated once.
 
     Attributes:
-        pools: (keys [L, K, S, E], values [L, K, S, E]) of every run of layers of one shape, in order; mostly one run.
+        pools: (keys [L, K, S, E], values [L, K, S, E]) of every run of layers of equal shape, in order; mostly one.
         layers: (keys [K, S, E], values [K, S, E]) of every layer, views of `pools`.
         latent: whether keys and values are latents, [1, S, kv_lora_rank] and [1, S, qk_rope_head_dim].
-        spare_slot: where rows that only pad a step write, behind the slots of all blocks; on a GPU alone.
+        spare_slot: slot after those of all blocks, into which padding rows write; on a GPU only.
 
     Raises:
-        ValueError: a layer of a kind that is not known here.
+        ValueError: a layer type is not supported.
     """
 
     def __init__(self, target: Target, num_blocks: int, block_size: int) -> None:
@@ -93,8 +92,8 @@ class PagedKV:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.latent = getattr(config, "kv_lora_rank", None) is not None
         kept = [_kept_per_slot(getattr(layer, "self_attn", None), config) for layer in target.decoder.layers]
-        # Not zeroed on a CPU: the system gives memory as blocks are first written (`claim`), and a slot is written
-        # before it is read. On a GPU slots behind a mask are read too (target/graphs.py), and there is a spare block.
+        # Not zeroed on a CPU: the system allocates memory at the first write of a block (`claim`), and a slot is
+        # written before it is read. A GPU also reads masked slots (target/graphs.py), and needs a spare block.
         self.spare_slot = num_blocks * block_size
         padded = target.device.type == "cuda"
         slots = self.spare_slot + (block_size if padded else 0)
@@ -121,12 +120,12 @@ class PagedKV:
         return sum(pool.nbytes // pool.shape[2] * self.block_size for pool in chain.from_iterable(self.pools))
 
     def claim(self) -> None:
-        """Write every slot once, so that all memory is this process's from now on; nothing may be kept in it yet."""
+        """Write every slot once to commit the memory to this process, before anything is stored in it."""
         for pool in chain.from_iterable(self.pools):
             pool.zero_()
 
     def slots(self, blocks: list[int], start: int, end: int) -> Tensor:
-        """[end - start] int64 on the CPU: the slots of positions start .. end - 1 of the request with these blocks."""
+        """Return the slots of positions start .. end - 1 in these blocks of a request, [end - start] int64 on the CPU."""
         size, first = self.block_size, start // self.block_size
         used = torch.tensor(blocks[first : -(-end // size)])
         slots = (used[:, None] * size + torch.arange(size)).view(-1)
@@ -136,7 +135,7 @@ class PagedKV:
         """Keep only the accepted paths of the last forward and move their slots together.
 
         Args:
-            kept: (blocks of a request, its `past`, rows of its span that stay, rising) each.
+            kept: (blocks of a request, its `past`, rows of its span that stay, ascending) each.
         """
         sources, places = [], []
         for blocks, past, rows in kept:
@@ -151,12 +150,12 @@ class PagedKV:
                 pool.index_copy_(2, to_S, pool.index_select(2, from_S))
 
     def views(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [1, K, end - start, E] of neighbouring slots, layer by layer."""
+        """Return views of keys and values [1, K, end - start, E] of consecutive slots, layer by layer."""
         runs = [[pool[:, None, :, start:end].unbind() for pool in pair] for pair in self.pools]
         return [layer for keys, values in runs for layer in zip(keys, values, strict=True)]
 
     def first_slot(self, blocks: list[int], start: int, end: int) -> int | None:
-        """The slot of position `start` if positions start .. end - 1 lie one after another, else None."""
+        """Return the slot of position `start` if positions start .. end - 1 have consecutive slots, else None."""
         first = start // self.block_size
         used = blocks[first : -(-end // self.block_size)]
         if used != list(range(used[0], used[0] + len(used))):
@@ -165,7 +164,7 @@ class PagedKV:
 
 
 def _kept_per_slot(attention: Any, config: PretrainedConfig) -> tuple[int, int, int]:
-    """Heads, key dim and value dim that a layer with this attention keeps of a token; no heads without attention."""
+    """Return heads, key dim and value dim that a layer stores per token; no heads without attention."""
     if attention is None:
         return 0, 0, 0
     if getattr(config, "kv_lora_rank", None) is not None:
@@ -175,7 +174,7 @@ def _kept_per_slot(attention: Any, config: PretrainedConfig) -> tuple[int, int, 
 
 
 def logit_rows(spans: Sequence[Span]) -> list[int]:
-    """The rows of all spans, one after another, that get logits."""
+    """List the rows of the concatenated spans that get logits."""
     rows: list[int] = []
     end = 0
     for span in spans:
@@ -186,18 +185,18 @@ def logit_rows(spans: Sequence[Span]) -> list[int]:
 
 
 def check_batches(config: PretrainedConfig) -> None:
-    """Raise ValueError for targets that cannot decode several requests together."""
+    """Raise ValueError if the target cannot decode several requests together."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     if dependent := kinds & _LENGTH_DEPENDENT_ROPE:
         raise ValueError(
-            f"model_type {config.model_type!r} cannot be batched here; use `outrider generate` for it: rope_type "
-            f"{dependent.pop()!r} rotates a request by the longest one of its batch."
+            f"model_type {config.model_type!r} cannot be batched: rope_type {dependent.pop()!r} depends on the "
+            "longest request of a batch. Use `outrider generate`."
         )
 
 
 def batches(config: PretrainedConfig) -> bool:
-    """Whether `check_batches` lets it pass."""
+    """Return whether the target can decode several requests together."""
     try:
         check_batches(config)
     except ValueError:
@@ -208,23 +207,23 @@ def batches(config: PretrainedConfig) -> bool:
 def _check_layers(config: PretrainedConfig) -> None:
     if others := set(getattr(config, "layer_types", None) or ()) - _PAGEABLE:
         raise ValueError(
-            f"model_type {config.model_type!r} cannot be decoded here: what layers of type {', '.join(sorted(others))} "
-            "keep has no place in pages."
+            f"model_type {config.model_type!r} cannot be decoded: layers of type {', '.join(sorted(others))} are not "
+            "supported. Use another target."
         )
 
 
 # ----------------------------------------------------------------------------
-# One forward over spans of many requests, flattened, without padding.
+# A forward over the flattened spans of many requests, without padding.
 #
 #     rows       a a a a a | b | c c c c         every span's new tokens, one after another
 #     attend     softmax(q_s K_s^T + causal) V_s   per span s, over [its cached tokens ; itself]
 #
-# Embeddings, norms, projections and MLPs run on all rows at once; attention takes every row as it would be were the
-# request alone. Spans of few rows, which decode, are one compiled call per layer where that is available
-# (target/kernels.py). The others go span by span: where the slots of a span lie one after another its keys are a view
-# of the pool, else they are gathered. This loop runs (layers x requests) times a step, so what does not depend on the
-# layer (slots, masks, views of all layers) is made once. Latents are expanded to keys and values span by span, in every
-# step anew, as `transformers` does it: the pool stays small, and no more than one request's keys are there at a time.
+# Embeddings, norms, projections and MLPs run on all rows at once; attention treats every request as if it were alone.
+# Spans of few rows, which decode, take one compiled call per layer if available (target/kernels.py). Others run span by
+# span: if the slots of a span are consecutive its keys are a view of the pool, otherwise they are gathered. This loop
+# runs (layers x requests) times a step, so slots, masks and views, which do not depend on the layer, are made once.
+# Latents are expanded to keys and values span by span in every step, as in `transformers`: the pool stays small, and
+# only one request's keys exist at a time.
 #
 # Shapes: K kv heads, G queries per kv head, H = K * G, E head dim, T new tokens of all spans, Q folded rows of one span
 # (new tokens * G), N slots one span sees. The leading 1 is transformers' batch.
@@ -241,11 +240,11 @@ class _Context:
 
 
 class RaggedStep:
-    """The state that all layers of one ragged forward share.
+    """The state that all layers of a ragged forward share.
 
     Attributes:
-        spans: whose rows these are.
-        tokens_1T, positions_1T: the input of the model.
+        spans: spans in the order of their rows.
+        tokens_1T, positions_1T: input of the model.
     """
 
     def __init__(self, spans: Sequence[Span], kv: PagedKV) -> None:
@@ -277,7 +276,7 @@ class RaggedStep:
         return self._kv.latent
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write what the new tokens keep, [1, K, T, E] each, into the pool; `transformers`' interface of a cache."""
+        """Write keys and values of the new tokens, [1, K, T, E] each, into the pool; `transformers`' cache interface."""
         for pool, states in zip(self._kv.layers[layer_idx], (key_states, value_states), strict=True):
             pool.index_copy_(1, self._slots_T, states[0])
         return key_states, value_states
@@ -298,18 +297,19 @@ class RaggedStep:
         """Write k and v [1, K, T, E] into the pool and attend with q [1, H, T, E]: [1, H, T, E].
 
         Args:
-            scale: of the scores; None is 1 / sqrt(E).
-            window: the last so many positions are visible, the token's own included; None is all.
+            scale: factor of the scores; None: 1 / sqrt(E).
+            window: number of visible positions, including the token's; None: all.
             softcap: scores become softcap * tanh(score / softcap).
-            sinks_H: one more score per head that takes probability and gives no value.
-            expand: latents of one span -> its keys and values, [1, K, N, E]; then `update` has written what is new.
+            sinks_H: an additional score per head that takes probability without a value.
+            expand: converts latents of a span to its keys and values, [1, K, N, E]; `update` has then written the
+                latents.
         """
         K, G = k.shape[1], q.shape[1] // k.shape[1]
         if expand is None:
             self.update(k, v, layer)
         keys_KSE, values_KSE = self._kv.layers[layer]
 
-        def one(index: int, q_span: Tensor) -> Tensor:
+        def attend_span(index: int, q_span: Tensor) -> Tensor:
             context = self._context(index, window, groups=G)
             source, mask = context.source, context.mask_11QN
             if isinstance(source, list):
@@ -325,7 +325,7 @@ class RaggedStep:
         plain = softcap is None and sinks_H is None and expand is None
         if not (self._few and plain and attends(self._kv.dtype, self._kv.device, q.shape[3])):
             parts = q.split([len(span.tokens) for span in self.spans], dim=2)
-            attended = [one(index, part) for index, part in enumerate(parts)]
+            attended = [attend_span(index, part) for index, part in enumerate(parts)]
             return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
         out_THE = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
         self._few_rows_of(window).attend(q, keys_KSE, values_KSE, scale=scale, out_THE=out_THE)
@@ -333,17 +333,17 @@ class RaggedStep:
         for index, span in enumerate(self.spans):
             if len(span.tokens) > self._most_rows:
                 rows = slice(self._first_row[index], self._first_row[index] + len(span.tokens))
-                out[:, :, rows] = one(index, q[:, :, rows])
+                out[:, :, rows] = attend_span(index, q[:, :, rows])
         return out
 
     def whole(self) -> WholeStep | None:
-        """For layers that are computed as a whole; None where a span has too many rows for that."""
+        """Prepare the step for layers computed as a whole; None if a span has too many rows for that."""
         if len(self._few) < len(self.spans):
             return None
         return WholeStep(self._few_rows_of(None), lambda layer: Cache(*self._kv.layers[layer], self._slots_T))
 
     def _few_rows_of(self, window: int | None) -> FewRows:
-        """The spans of few rows under a sliding window, cached by window."""
+        """Return the spans of few rows under a sliding window, cached by window."""
         if window not in self._few_rows:
             spans = [self.spans[index] for index in self._few]
             self._few_rows[window] = FewRows(
@@ -358,7 +358,7 @@ class RaggedStep:
         return self._few_rows[window]
 
     def _context(self, index: int, window: int | None, groups: int) -> _Context:
-        """The context of one span under a sliding window, cached."""
+        """Return the context of a span under a sliding window, cached."""
         key = index, window, groups
         if key not in self._contexts:
             self._contexts[key] = _context(self.spans[index], self._kv, window, groups=groups)
@@ -382,7 +382,7 @@ def _context(span: Span, kv: PagedKV, window: int | None, groups: int) -> _Conte
 
 
 def _mask(span: Span, kv: PagedKV, low: int, window: int | None, groups: int) -> Tensor:
-    """Additive mask [1, 1, Q, N], because attention would convert a bool mask in every layer."""
+    """Make an additive mask [1, 1, Q, N], because attention would convert a bool mask in every layer."""
     if span.parents is not None:
         visible = Branches.of(span.parents).visible(span.past, low, window)
     else:

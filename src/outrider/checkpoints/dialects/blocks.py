@@ -218,8 +218,8 @@ def raised(raw: Mapping[str, Any], nested: str, names: Sequence[str], where: str
         inner, outer = section.raw(name), raw.get(name)
         if inner is not None and outer is not None and inner != outer:
             raise ValueError(
-                f"{where}: {name} is {outer!r} and {nested}.{name} is {inner!r}; make them equal, because engines "
-                "read one or the other."
+                f"{where}: {name} is {outer!r}, {nested}.{name} is {inner!r}: make them agree, because engines read "
+                "one or the other."
             )
         merged[name] = outer if inner is None else inner
     return merged

@@ -328,7 +328,7 @@ class Speculators:
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         algorithm, config = _ALGORITHMS[parts.algorithm], parts.config
         if target is None:
-            raise ValueError("the speculators dialect stores the name of the target: give --target.")
+            raise ValueError("the speculators dialect stores the name of the target: name it (--target).")
         if algorithm.stores_head or parts.draft_ids_Vd is not None:
             parts = with_target_tensors(parts, target, embedding=False)
         fields, layers, tensors = algorithm.write(parts)
