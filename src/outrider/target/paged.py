@@ -125,7 +125,7 @@ class PagedKV:
             pool.zero_()
 
     def slots(self, blocks: list[int], start: int, end: int) -> Tensor:
-        """Return the slots of positions start .. end - 1 in these blocks of a request, [end - start] int64 on the CPU."""
+        """Return the slots of positions start .. end - 1 in a request's blocks, [end - start] int64 on the CPU."""
         size, first = self.block_size, start // self.block_size
         used = torch.tensor(blocks[first : -(-end // size)])
         slots = (used[:, None] * size + torch.arange(size)).view(-1)
@@ -276,7 +276,7 @@ class RaggedStep:
         return self._kv.latent
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write keys and values of the new tokens, [1, K, T, E] each, into the pool; `transformers`' cache interface."""
+        """Write keys and values of the new tokens, [1, K, T, E] each, into the pool; a method of `transformers.Cache`."""
         for pool, states in zip(self._kv.layers[layer_idx], (key_states, value_states), strict=True):
             pool.index_copy_(1, self._slots_T, states[0])
         return key_states, value_states
