@@ -276,7 +276,7 @@ class RaggedStep:
         return self._kv.latent
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write keys and values of the new tokens, [1, K, T, E] each, into the pool; a method of `transformers.Cache`."""
+        """Write keys and values of the new tokens, [1, K, T, E] each, into the pool (a `transformers.Cache` method)."""
         for pool, states in zip(self._kv.layers[layer_idx], (key_states, value_states), strict=True):
             pool.index_copy_(1, self._slots_T, states[0])
         return key_states, value_states
