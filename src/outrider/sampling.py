@@ -23,8 +23,6 @@ from outrider.utils.measure import on_device
 # Below this temperature two float32 logits near 10 that differ in their last bit give probabilities 1 and 0.
 _LEAST_TEMPERATURE = 1e-6
 _MOST_TEMPERATURE = 1e30  # fits in float32; from here on logits / T is 0
-_LEAST_PENALTY, _MOST_PENALTY = 0.01, 100.0
-_MOST_SUBTRACTED = 2.0  # range of the presence penalty and of the frequency penalty
 
 
 @dataclass(frozen=True)
@@ -46,24 +44,18 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted once for each occurrence in the output
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature} must be finite and >= 0; use 0 for greedy decoding")
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed={self.seed} must be from 0 to 2^64 - 1")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be >= 0; use 0 to keep every token")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; use 1 to keep every token")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must be in [0, 1]; use 0 to keep every token")
-        if not _LEAST_PENALTY <= self.repetition_penalty <= _MOST_PENALTY:
-            raise ValueError(
-                f"repetition_penalty={self.repetition_penalty} must be from {_LEAST_PENALTY:g} to {_MOST_PENALTY:g}; "
-                "use 1 for none"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -_MOST_SUBTRACTED <= getattr(self, name) <= _MOST_SUBTRACTED:
-                raise ValueError(f"{name}={getattr(self, name)} must be from -2 to 2; use 0 for none")
+        for name, valid, allowed in (
+            ("temperature", 0 <= self.temperature < math.inf, "finite and >= 0; use 0 for greedy decoding"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2^64 - 1"),
+            ("top_k", self.top_k >= 0, ">= 0; use 0 to keep every token"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]; use 1 to keep every token"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]; use 0 to keep every token"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100; use 1 for none"),
+            ("presence_penalty", abs(self.presence_penalty) <= 2, "from -2 to 2; use 0 for none"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 2, "from -2 to 2; use 0 for none"),
+        ):
+            if not valid:
+                raise ValueError(f"{name}={getattr(self, name)} must be {allowed}")
         if self.temperature < _LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
 
