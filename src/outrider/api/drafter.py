@@ -42,11 +42,6 @@ HOW_TO_TRAIN = "train one: outrider init --target MODEL --prompts FILE says how"
 _UNTRAINED = re.compile(r"(?:(?P<ngram>ngram)|lm:(?P<model>[^@].*?))(?:@(?P<gamma>\d+))?")
 
 
-def recommended_threshold(metadata: Mapping[str, Any]) -> float | None:
-    """Return the confidence threshold with which a drafter serves best (stored by `outrider package`)."""
-    return metadata.get("recommended", {}).get("confidence_threshold")
-
-
 @dataclass(frozen=True)
 class OpenedDrafter:
     """A drafter ready to serve, with its name in results.
@@ -81,8 +76,9 @@ class OpenedDrafter:
 
     @property
     def recommended_threshold(self) -> float | None:
-        """Confidence threshold with which it serves best, if known."""
-        return recommended_threshold(self.metadata)
+        """Confidence threshold with which it serves best, if `outrider package` stored one."""
+        threshold: float | None = self.metadata.get("recommended", {}).get("confidence_threshold")
+        return threshold
 
 
 @dataclass(frozen=True)

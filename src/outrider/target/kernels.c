@@ -1,14 +1,14 @@
-/* What a forward on a CPU spends its time on, for steps of few rows (target/kernels.py). In float32:
+/* Kernels for the costly parts of a CPU forward with few rows (target/kernels.py). In float32:
 
    products     y = x W^T + b                    weights read once, at the speed of memory, for up to some ten rows;
                                                  they may be bfloat16
-   layers       what a Llama layer does before and after its attention, around the products
-   attention    of requests that bring few rows each, over keys and values in blocks
+   layers       the parts of a Llama layer before and after its attention, around the products
+   attention    requests with few rows each attend to keys and values in blocks
 
    In bfloat16: RMS norms, and attention of one new token per sequence of a batch.
 
-   A row's sums are taken in the same order whatever other rows, requests and threads there are, so its result is the
-   same to the last bit.
+   The order of a row's sums does not depend on other rows, requests or threads, so its result is the same to the last
+   bit.
 
    Compiled with OpenMP by the C compiler of the machine. PyTorch has loaded the OpenMP library before, so both share
    its threads. */
@@ -21,10 +21,10 @@
 /* LANES: floats of the processor's vectors. GCC keeps wider ones in memory, which made attention ten times as slow. */
 #ifdef __AVX512F__ /* 32 registers */
 #define LANES 16
-#define VECTORS 2 /* of a panel's outputs: the halves of a word, where weights are bfloat16 */
+#define VECTORS 2 /* vectors of a panel's outputs: the halves of a word, if weights are bfloat16 */
 #define GROUP 8   /* rows whose sums are in registers */
 #define CHUNKS 4  /* vectors of a head whose sums are in registers, for two rows at once */
-#else             /* 16 registers; with 4 rows of 3 vectors, which need them all, GCC 12's code takes half as long again */
+#else             /* 16 registers; 4 rows of 3 vectors would need all of them, and GCC 12's code then takes 1.5 times as long */
 #define LANES 8
 #define VECTORS 2
 #define GROUP 6
@@ -55,7 +55,7 @@ typedef uint32_t LooseWords __attribute__((vector_size(4 * LANES), aligned(2), m
 static inline Lanes even_half(Words x) { return (Lanes)(x << 16); }
 static inline Lanes odd_half(Words x) { return (Lanes)(x & 0xffff0000u); }
 
-/* exp(x) for x <= 0, within 2 units in the last place (Cephes' expf); 0 below -87, where float32 ends. */
+/* Compute exp(x) for x <= 0, within 2 units in the last place (Cephes' expf); 0 below -87, where float32 ends. */
 static inline float exponential(float x) {
     const float bounded = x > -87.0f ? x : -87.0f;
     const float n = rintf(bounded * 1.44269504f);
@@ -74,9 +74,9 @@ static inline float exponential(float x) {
 /* ------------------------------------------------------------------------------------------------------------------
    Products. W is packed into panels of WIDTH outputs, [panel, in, WIDTH], and a panel is read in blocks of DEPTH inputs,
    which stay in the first cache while all rows pass over them, GROUP rows at a time with their sums in registers.
-   Meanwhile the next block is fetched from memory, spread evenly over the groups: few rows then cost what reading the
-   weights costs, one row or eight. Of bfloat16 weights half as much is read, and a panel's two vectors are the halves of
-   one vector of words. Groups of rows and vectors as in Goto and van de Geijn, "Anatomy of high-performance matrix
+   Meanwhile the next block is fetched from memory, spread evenly over the groups: one to eight rows then cost as much as
+   reading the weights. bfloat16 weights halve the reads, and a panel's two vectors are the halves of one vector of
+   words. Groups of rows and vectors as in Goto and van de Geijn, "Anatomy of high-performance matrix
    multiplication" (TOMS 2008).
    ------------------------------------------------------------------------------------------------------------------ */
 
@@ -147,14 +147,14 @@ static inline __attribute__((always_inline)) void add_block(float *sums, const f
     }
 }
 
-/* A packed matrix of float32, or of bfloat16 where `halved`; `bias`: NULL or [out]. */
+/* A packed matrix of float32, or of bfloat16 if `halved`; `bias`: NULL or [out]. */
 typedef struct {
     const void *weights;
     const float *bias;
     int64_t in, out, halved;
 } Matrix;
 
-/* What follows a block in memory is fetched by its groups of rows, but where `fetched`: it is in the second cache. */
+/* The groups of rows of a block fetch the next block in memory, unless `fetched`: it is in the second-level cache. */
 static inline __attribute__((always_inline)) void add_share(float *sums, const float *x, int64_t x_row, int64_t rows,
                                                             const void *weights, int64_t depth, int64_t fetched,
                                                             const int halved) {
@@ -172,7 +172,7 @@ static inline __attribute__((always_inline)) void add_share(float *sums, const f
         add_block(sums, x, x_row, rows, weights, depth, 1, halved);
 }
 
-/* Its panels, shared among the threads of the parallel region around: y [rows, out] = x W^T + b, or += where `add`. */
+/* Compute y [rows, out] = x W^T + b, or += if `add`; the threads of the enclosing parallel region share the panels. */
 static void multiply(const Matrix *matrix, const float *x, float *y, int64_t rows, const int add) {
     const int64_t in = matrix->in, out = matrix->out, panels = (out + WIDTH - 1) / WIDTH;
     float sums[ROWS * WIDTH] __attribute__((aligned(64)));
@@ -247,15 +247,15 @@ static inline void rotate(float *x, const float *cosine, const float *sine, int6
     }
 }
 
-/* Where keys and values are kept: [kv_heads, slots, head_dim] each, with these floats from head to head. Row t's go to
-   slots[t]. */
+/* The memory of keys and values: [kv_heads, slots, head_dim] each, `head_stride` floats from head to head. Row t's are
+   written to slots[t]. */
 typedef struct {
     float *keys, *values;
     const int64_t *slots;
     int64_t head_stride;
 } Cache;
 
-/* Shared among the threads of the parallel region around. `cache`: NULL, or where keys and values are written, too. */
+/* The threads of the enclosing parallel region share the work. `cache`: NULL, or also receives keys and values. */
 static void project(const Layer *layer, const float *hidden, const float *cosine, const float *sine, float *normed,
                     float *qkv, int64_t rows, const Cache *cache) {
     const int64_t E = layer->head_dim, turned = layer->heads + layer->kv_heads, all = turned + layer->kv_heads;
@@ -308,7 +308,8 @@ void before_attention(const Layer *layer, const float *hidden, const float *cosi
     project(layer, hidden, cosine, sine, normed, qkv, rows, NULL);
 }
 
-/* hidden [rows, hidden] += what follows attention [rows, heads * head_dim]. scratch: rows * (hidden + 3 inner). */
+/* Add output projection and MLP of attention [rows, heads * head_dim] to hidden [rows, hidden]. scratch: rows * (hidden
+   + 3 inner). */
 void after_attention(const Layer *layer, const float *attention, float *hidden, float *scratch, int64_t rows,
                      int threads) {
 #pragma omp parallel num_threads(threads)
@@ -326,7 +327,7 @@ void after_attention(const Layer *layer, const float *attention, float *hidden, 
 
 #define KEYS 16 /* that are transposed at once */
 
-/* `first_*`: where a request's part of an array begins. `low`: the first position that a row sees, row by row.
+/* `first_*`: index of a request's part of an array. `low`: the first position that a row sees, row by row.
    `sees`: which of the request's new rows a row sees, [rows, rows]. Sizes are in floats. */
 typedef struct {
     int64_t requests, block_size, widest;
@@ -355,7 +356,7 @@ static inline __attribute__((always_inline)) void score(float *scores, int64_t s
         for (int v = 0; v < KEYS / LANES; v++) store(scores + i * scores_row + v * LANES, sum[i][v], LANES);
 }
 
-/* A position: its block among those of the request, and its place in the block. */
+/* A position: its block of the request, and its place in the block. */
 typedef struct {
     int64_t block, place;
 } Place;
@@ -385,7 +386,7 @@ static inline __attribute__((always_inline)) void add_values(Lanes *sums, int64_
             if ((c + k) * LANES < E) sums[i * sums_row + k] = sum[i][k];
 }
 
-/* Rows of request r and key head h. E is head_dim, where it is a constant the compiler unrolls what runs over it. */
+/* Rows of request r and key head h. E is head_dim; if it is a constant, the compiler unrolls loops over it. */
 static inline __attribute__((always_inline)) void attend_head(const Requests *all, const Shapes *shapes, int64_t r,
                                                               int64_t h, const float *q, const float *keys,
                                                               const float *values, float *out, void *scratch,
@@ -409,7 +410,7 @@ static inline __attribute__((always_inline)) void attend_head(const Requests *al
         }
     Place place = {low / size, low % size};
     for (int64_t n = 0; n < S; n += KEYS) {
-        /* Behind the last key comes a key again, for scores that nobody reads. */
+        /* Repeat the last key to fill the block; those scores are not read. */
         for (int64_t j = 0; j < KEYS; j++) at[j] = keys + (n + j < N ? next_slot(&place, blocks, size) * E : at[0] - keys);
         for (int64_t e = 0; e < E; e++)
             for (int64_t j = 0; j < KEYS; j++) transposed[e * KEYS + j] = at[j][e];
@@ -467,7 +468,7 @@ static size_t scratch_bytes(const Requests *all, const Shapes *shapes) {
     return (sizeof(float) * (floats + most) / sizeof(Lanes) + 1) * sizeof(Lanes);
 }
 
-/* Shared among the threads of the parallel region around. */
+/* The threads of the enclosing parallel region share the work. */
 static void attend_all(const Requests *all, const Shapes *shapes, const float *q, const float *keys,
                        const float *values, float *out, size_t bytes, int *failed) {
     void *scratch = aligned_alloc(sizeof(Lanes), bytes);
@@ -500,11 +501,11 @@ int attend(const Requests *all, const Shapes *shapes, const float *q, const floa
 }
 
 /* ------------------------------------------------------------------------------------------------------------------
-   bfloat16: RMS norms, and attention of one new token per sequence: a step of a batch that is decoded plainly.
+   bfloat16: RMS norms, and attention of one new token per sequence, for plain decoding of a batch.
 
    The even elements of a row and the odd ones are two vectors, and sums are kept in these two halves until they are
-   written. Every key and value is read once for all queries of its head, in the order of memory, and those of left
-   padding not at all.
+   written. Every key and value is read once for all queries of its head, in the order of memory; left padding is
+   skipped.
    ------------------------------------------------------------------------------------------------------------------ */
 
 #define STEP_QUERIES 4 /* whose sums are in registers */
@@ -513,7 +514,7 @@ int attend(const Requests *all, const Shapes *shapes, const float *q, const floa
 
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Four __attribute__((vector_size(16)));
-/* In halves: a loop over lanes would go through memory. */
+/* Use halves, because a loop over lanes would go through memory. */
 static inline float lanes_sum(Lanes x) {
     Eight low, high;
     memcpy(&low, &x, sizeof low);
@@ -526,7 +527,7 @@ static inline float lanes_sum(Lanes x) {
     return (l[0] + l[2]) + (l[1] + l[3]);
 }
 
-/* To the nearest, ties to even: the upper halves are the results. */
+/* Round to nearest, ties to even; the upper halves are the results. */
 static inline Words rounded(Lanes x) {
     const Words bits = (Words)x;
     return bits + 0x7fff + (bits >> 16 & 1);
@@ -662,7 +663,7 @@ int attend_step(const Requests *all, const Shapes *shapes, const uint16_t *q, co
     return failed;
 }
 
-/* A whole layer, hidden [rows, hidden] in place, where all rows are of requests with few: one parallel region.
+/* Compute a whole layer, hidden [rows, hidden] in place, for requests with few rows, in one parallel region.
    scratch: rows * (2 hidden + 3 inner + (2 heads + 2 kv_heads) head_dim). 0, or 1 without memory. */
 int whole_layer(const Layer *layer, const Requests *all, const Cache *cache, float scale, float *hidden,
                 const float *cosine, const float *sine, float *scratch, int64_t rows, int threads) {
