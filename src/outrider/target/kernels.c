@@ -24,7 +24,7 @@
 #define VECTORS 2 /* vectors of a panel's outputs: the halves of a word, if weights are bfloat16 */
 #define GROUP 8   /* rows whose sums are in registers */
 #define CHUNKS 4  /* vectors of a head whose sums are in registers, for two rows at once */
-#else             /* 16 registers; 4 rows of 3 vectors would need all of them, and GCC 12's code then takes 1.5 times as long */
+#else             /* 16 registers: 4 rows of 3 vectors would need all, and GCC 12's code then takes 1.5 times as long */
 #define LANES 8
 #define VECTORS 2
 #define GROUP 6
@@ -74,9 +74,9 @@ static inline float exponential(float x) {
 /* ------------------------------------------------------------------------------------------------------------------
    Products. W is packed into panels of WIDTH outputs, [panel, in, WIDTH], and a panel is read in blocks of DEPTH inputs,
    which stay in the first cache while all rows pass over them, GROUP rows at a time with their sums in registers.
-   Meanwhile the next block is fetched from memory, spread evenly over the groups: one to eight rows then cost as much as
-   reading the weights. bfloat16 weights halve the reads, and a panel's two vectors are the halves of one vector of
-   words. Groups of rows and vectors as in Goto and van de Geijn, "Anatomy of high-performance matrix
+   Meanwhile the next block is fetched from memory, spread evenly over the groups: one to eight rows then cost as
+   much as reading the weights. bfloat16 weights halve the reads, and a panel's two vectors are the halves of one vector
+   of words. Groups of rows and vectors as in Goto and van de Geijn, "Anatomy of high-performance matrix
    multiplication" (TOMS 2008).
    ------------------------------------------------------------------------------------------------------------------ */
 
@@ -308,8 +308,8 @@ void before_attention(const Layer *layer, const float *hidden, const float *cosi
     project(layer, hidden, cosine, sine, normed, qkv, rows, NULL);
 }
 
-/* Add output projection and MLP of attention [rows, heads * head_dim] to hidden [rows, hidden]. scratch: rows * (hidden
-   + 3 inner). */
+/* Add the output projection of attention [rows, heads * head_dim], then the MLP, to hidden [rows, hidden].
+   scratch: rows * (hidden + 3 inner). */
 void after_attention(const Layer *layer, const float *attention, float *hidden, float *scratch, int64_t rows,
                      int threads) {
 #pragma omp parallel num_threads(threads)
@@ -410,7 +410,7 @@ static inline __attribute__((always_inline)) void attend_head(const Requests *al
         }
     Place place = {low / size, low % size};
     for (int64_t n = 0; n < S; n += KEYS) {
-        /* Repeat the last key to fill the block; those scores are not read. */
+        /* Fill the block by repeating its first key; those scores are not read. */
         for (int64_t j = 0; j < KEYS; j++) at[j] = keys + (n + j < N ? next_slot(&place, blocks, size) * E : at[0] - keys);
         for (int64_t e = 0; e < E; e++)
             for (int64_t j = 0; j < KEYS; j++) transposed[e * KEYS + j] = at[j][e];
