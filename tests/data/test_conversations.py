@@ -227,7 +227,7 @@ def test_no_template_and_what_becomes_of_thinking_are_said() -> None:
     on_by_default = switch.replace("CONDITION", "enable_thinking is defined and not enable_thinking")
     off_by_default = switch.replace("CONDITION", "not enable_thinking")
     assert noted(on_by_default, False) == [
-        "toy thinks by default and is asked not to here; --thinking (data.thinking) asks for it"
+        "toy thinks by default, which is switched off here; --thinking (data.thinking) switches it on"
     ]
     assert noted(on_by_default, True) == noted(off_by_default, False) == noted(CHAT_TEMPLATE, False) == []
     assert noted(off_by_default, True) == []

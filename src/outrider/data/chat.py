@@ -167,7 +167,9 @@ class Chat:
         except ValueError:
             return []  # it requires other roles; errors of the prompts' roles are reported with the prompts
         if not thinking and default == on != off:
-            return [f"{self.name} thinks by default and is asked not to here; --thinking (data.thinking) asks for it"]
+            return [
+                f"{self.name} thinks by default, which is switched off here; --thinking (data.thinking) switches it on"
+            ]
         if thinking and on == off:
             return [f"the chat template of {self.name} has no switch for thinking: asking for it changes nothing"]
         return []

@@ -59,11 +59,11 @@ class PromptSource(Section):
     """A source of prompts: a file, a name (data/sources.py), or `hf:owner/name[/config][:split]`."""
 
     path: str
-    """A JSONL file, beside the recipe or where you are; a shipped set; prompts by name (gsm8k-train); hf:owner/name."""
+    """A JSONL file (relative to the recipe or here), a shipped set, a name (gsm8k-train), or hf:owner/name."""
     limit: int | None = Field(None, ge=1)
-    """Conversations to take; null: all."""
+    """Maximum number of conversations; null: all."""
     max_turns: int | None = Field(None, ge=1)
-    """User turns to take of each conversation; null: all."""
+    """Maximum user turns of each conversation; null: all."""
     max_characters: int | None = Field(None, ge=1)
     """Maximum characters before the first response; longer conversations are skipped."""
 
@@ -75,30 +75,30 @@ class DataSection(Section):
     """A recipe's `data`: the prompts, how they are answered, and the servers that answer, if any."""
 
     prompts: list[PromptSource] = Field([])
-    """Where prompts come from; none: `responses` exists and is used as it is."""
+    """Sources of prompts; none: the existing `responses` are used unchanged."""
     not_in: list[str] = Field([])
-    """Sets to measure with (gsm8k, humaneval, a JSONL file): prompts that share 13 words in a row with one of their
-    prompts are dropped."""
+    """Evaluation sets (gsm8k, humaneval, a JSONL file): prompts that share 13 words in a row with one of their prompts
+    are dropped."""
     directory: str | None = None
-    """Where prompts by name are looked for without network: NAME.jsonl; null: $OUTRIDER_DATA."""
+    """Directory of NAME.jsonl files for prompts by name without network; null: $OUTRIDER_DATA."""
     responses: str | None = None
-    """Where regenerated responses live; OUT/responses.jsonl when null."""
+    """File of regenerated responses; null: OUT/responses.jsonl."""
     max_new_tokens: int = Field(256, ge=2)
     """Longest response, in tokens."""
     max_prompt_tokens: int = Field(512, ge=1)
     """Longer prompts are skipped."""
     temperature: Temperature | Annotated[list[Temperature], Field(min_length=1)] = 0.0
-    """Of the responses; 0: the likeliest token. Of several, each conversation has one."""
+    """Sampling temperature; 0: greedy. If several are given, each conversation gets one of them."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the likeliest tokens of this total probability."""
     top_k: int = Field(0, ge=0)
     """Sample from the k likeliest tokens; 0: all."""
     thinking: bool = False
-    """Ask the chat template for thinking."""
+    """Switch on thinking in the chat template."""
     batch_size: int = Field(64, ge=1)
     """Responses decoded at once here."""
     max_minutes: float | None = Field(None, gt=0)
-    """Stop regenerating after this long and train on what there is; null: no limit."""
+    """Stop regenerating after this time and train on the responses so far; null: no limit."""
     held_out: int = Field(32, ge=1)
     """Conversations kept for the held-out metrics."""
     base_urls: list[str] = Field([])
@@ -112,7 +112,7 @@ class DataSection(Section):
     timeout: float = Field(600.0, gt=0)
     """Seconds per request."""
     retries: int = Field(8, ge=0)
-    """Of a failed request."""
+    """Maximum retries of a failed request."""
 
     @field_validator("temperature", mode="wrap")
     @classmethod

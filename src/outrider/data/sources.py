@@ -463,15 +463,15 @@ def shipped_sets() -> dict[str, Path]:
 def iterate_prompts(path_or_name: str | Path, directory: str | Path | None = None) -> Iterator[Conversation]:
     """Yield the conversations of a source one by one, so that a limit reads only part of it. See `load_prompts`."""
     name = str(path_or_name)
-    found = find_prompts(name, directory)
-    if found is None and name in _MADE:
+    file = find_prompts(name, directory)
+    if file is None and name in _MADE:
         yield from _MADE[name]()
-    elif found is None:
+    elif file is None:
         yield from dataset_conversations(name)
     else:
-        if found.origin:
-            _say_once(f"prompts {name}: {found.origin}", logging.WARNING if found.stands_in else logging.INFO)
-        yield from _lines(found.path)
+        if file.origin:
+            _say_once(f"prompts {name}: {file.origin}", logging.WARNING if file.stands_in else logging.INFO)
+        yield from _lines(file.path)
 
 
 def load_prompts(
@@ -497,8 +497,8 @@ def prompt_sources(sources: Sequence[str], directory: str | None = None) -> list
     Raises:
         ValueError: see `find_prompts`; or an evaluation set would replace a source.
     """
-    found = [find_prompts(source, directory) for source in sources]
-    for source, file in zip(sources, found, strict=True):
+    files = [find_prompts(source, directory) for source in sources]
+    for source, file in zip(sources, files, strict=True):
         if file is not None and _measures(source):
             if file.stands_in:
                 raise ValueError(
@@ -508,9 +508,9 @@ def prompt_sources(sources: Sequence[str], directory: str | None = None) -> list
                 )
             line = f"prompts {source}: an evaluation set; a drafter trained on it gets inflated results there"
             _say_once(line, logging.WARNING)
-    taken = {file.path for file in found if file is not None and not file.stands_in}
+    taken = {file.path for file in files if file is not None and not file.stands_in}
     chosen = []
-    for source, file in zip(sources, found, strict=True):
+    for source, file in zip(sources, files, strict=True):
         chosen.append(file is None or not file.stands_in or file.path not in taken)
         if file is not None and not chosen[-1]:
             _say_once(f"prompts {source}: left out, {file.path.stem} is read once: {file.origin}", logging.WARNING)
@@ -528,8 +528,8 @@ def _measures(source: str) -> bool:
 
 def prompts_label(source: str | Path, directory: str | Path | None = None) -> str:
     """Return a source's name in results: its name, a file's stem, or SET-for-NAME if a shipped set replaces it."""
-    found = find_prompts(source, directory)
-    return Path(str(source)).stem if found is None else found.label
+    file = find_prompts(source, directory)
+    return Path(str(source)).stem if file is None else file.label
 
 
 @dataclass(frozen=True)

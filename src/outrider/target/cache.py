@@ -145,7 +145,7 @@ class KVLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]
-        assert end <= self.capacity, f"cache of {self.capacity} slots asked to hold {end}"
+        assert end <= self.capacity, f"{end} tokens in a cache of {self.capacity} slots"
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 

@@ -3,7 +3,7 @@
     config.json --check_config--> config --outline--> module without weights
                                                          | names and shapes against the safetensors headers
                                                          v
-                                    transformers' from_pretrained --> every tensor found, all of them finite
+                                    transformers' from_pretrained --> no tensor is missing, all are finite
 
 transformers fills missing tensors with random numbers, omits tensors of layers that config.json does not count, and
 converts integers to floats. All three give a model with wrong outputs; here they are errors.

@@ -326,7 +326,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 def check_tensors(
     path: Path,
-    found: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     source: str = "config.json",
     exact_types: bool = False,
@@ -342,8 +342,8 @@ def check_tensors(
     Raises:
         ValueError: a tensor is missing, unknown, or has another shape or type; the message names it.
     """
-    missing = sorted(set(wanted) - set(found))
-    unknown = sorted(set(found) - set(wanted))
+    missing = sorted(set(wanted) - set(tensors))
+    unknown = sorted(set(tensors) - set(wanted))
     if missing or unknown:
         parts = [
             f"{what} {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
@@ -351,14 +351,13 @@ def check_tensors(
             if names
         ]
         raise ValueError(f"{path}: tensors do not match {source}: {'; '.join(parts)}.")
-    for name, tensor in wanted.items():
-        if found[name].shape != tensor.shape:
-            raise ValueError(
-                f"{path}: {name} has shape {list(found[name].shape)}, {source} implies {list(tensor.shape)}."
-            )
-        same = found[name].dtype == tensor.dtype
-        if not same and (exact_types or not {found[name].dtype, tensor.dtype} <= _FLOATS):
-            raise ValueError(f"{path}: {name} is of type {found[name].dtype}, {source} implies {tensor.dtype}.")
+    for name, expected in wanted.items():
+        tensor = tensors[name]
+        if tensor.shape != expected.shape:
+            raise ValueError(f"{path}: {name} has shape {list(tensor.shape)}, {source} implies {list(expected.shape)}.")
+        same = tensor.dtype == expected.dtype
+        if not same and (exact_types or not {tensor.dtype, expected.dtype} <= _FLOATS):
+            raise ValueError(f"{path}: {name} is of type {tensor.dtype}, {source} implies {expected.dtype}.")
 
 
 def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -83,7 +83,7 @@ class DeepSpec:
         backbone = read_backbone(fields)
         for name in ("output_multiplier", "final_logit_softcapping"):
             if fields.raw(name) not in (None, 0, 1):
-                raise fields.refuse(name, "absent: draft logits are the head's own in this dialect")
+                raise fields.refuse(name, "absent: this dialect does not scale or cap draft logits")
         config = DSparkConfig(
             **backbone,
             **fields.block(backbone["vocab_size"]),
@@ -102,7 +102,7 @@ class DeepSpec:
             "architectures": [self.spelling],
             "draft_vocab_size": config.draft_vocab_size,
             "block_size": config.block_size,
-            "num_anchors": 512,  # of its training step; its class asks for it
+            "num_anchors": 512,  # for its training step; its class requires it
             "num_target_layers": config.num_target_layers,
             "target_layer_ids": list(config.target_layer_ids),
             **write_heads(config),

@@ -129,7 +129,7 @@ def _lm_heads(rest: dict[str, Tensor], heads: int, shared: bool, where: str) -> 
     present = [tensor for tensor in tensors if tensor is not None]
     if len(present) != len(names) or any(t.dim() != 2 or t.shape != present[0].shape for t in present):
         shapes = {name: None if t is None else list(t.shape) for name, t in zip(names, tensors, strict=True)}
-        raise ValueError(f"{where}: the LM heads must be {len(names)} matrices of one shape; found {shapes}.")
+        raise ValueError(f"{where}: the LM heads must be {len(names)} matrices of one shape, not {shapes}.")
     return present[0] if shared else torch.stack(present)
 
 

@@ -79,8 +79,8 @@ def _read_dflash(
 def _read_dflash2(
     fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
 ) -> DrafterWeights:
-    own = read_own(fields) | {"sample_from_anchor": fields.flag("sample_from_anchor", False)}
-    config = DFlash2Config(**_read_block(fields, depth, both_ways=True), **own)
+    extra = read_own(fields) | {"sample_from_anchor": fields.flag("sample_from_anchor", False)}
+    config = DFlash2Config(**_read_block(fields, depth, both_ways=True), **extra)
     return _checked(read_vocabulary(config, tensors, source, kind=DFlash2), fields, drafts)
 
 

@@ -142,9 +142,9 @@ class ZLab2:
         return self.spelling in (raw.get("architectures") or []) and "speculators_model_type" not in raw
 
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
-        own = read_own(Fields(raw, source.where, self.name).section("dflash_config"))
+        extra = read_own(Fields(raw, source.where, self.name).section("dflash_config"))
         fields = BlockFields(raw, source, self.name, nested="dflash_config")
-        weights = read_vocabulary(DFlash2Config(**read_block(fields), **own), tensors, source, kind=DFlash2)
+        weights = read_vocabulary(DFlash2Config(**read_block(fields), **extra), tensors, source, kind=DFlash2)
         return replace(weights, embedding_scale=embedding_scale(fields))
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
