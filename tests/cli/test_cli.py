@@ -341,7 +341,10 @@ def test_generate_thinks_when_asked(run: Run, toy: Path, tmp_path: Path, monkeyp
         found = run("generate", "hi", *command, "--thinking")
     assert found[0] == 0 and found[1] == run("generate", "hiT", *command, "--raw")[1]
     assert found[1] != run("generate", "hi", *command)[1]
-    check_error(run("generate", "hi", *command, "--thinking", "--raw"), "--raw has none")
+    check_error(
+        run("generate", "hi", *command, "--thinking", "--raw"),
+        "--thinking needs the chat template, which --raw leaves out",
+    )
 
     def offline(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("no network")
@@ -510,7 +513,7 @@ def test_generate_copies_from_texts_as_serve_does(run: Run, toy: Path, tmp_path:
     texts = ("--lookup", tmp_path / "notes.txt")
     plain = run(*command, "--drafter", "none")
     assert plain[0] == 0 and run(*command, *texts, "--drafter", f"hybrid:{toy / 'drafter'}")[:2] == plain[:2]
-    check_error(run(*command, *texts, "--drafter", toy / "drafter"), "beside a trained drafter: choose hybrid")
+    check_error(run(*command, *texts, "--drafter", toy / "drafter"), "needs a hybrid drafter")
     check_error(run(*command, *texts, "--drafter", "none"), "lookup needs a hybrid drafter")
     check_error(run(*command, "--lookup", tmp_path / "absent", "--drafter", f"hybrid:{toy / 'drafter'}"), "absent")
 

@@ -121,7 +121,7 @@ def test_a_directory_with_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_prompts(other)
     (tmp_path / "blank").mkdir()
     (tmp_path / "blank" / "a.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="blank' has no rows; of a directory, give a JSONL file"):
+    with pytest.raises(ValueError, match="blank' has no rows"):
         load_prompts(tmp_path / "blank")
     with pytest.raises(ValueError, match=r"no data set .*with a split 'dev'.*JSONL file"):
         load_prompts(f"hf:{folder}:dev")

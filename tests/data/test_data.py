@@ -389,7 +389,7 @@ def test_a_file_of_an_older_version_is_refused_by_name(target: Target, tmp_path:
     old = {"target": "toy", "max_new_tokens": 6, "max_prompt_tokens": 512, "temperature": 0.0, "seed": 4}
     text = json.dumps({"settings": old}) + "\n"
     path = write(tmp_path / "r.jsonl", text)
-    with pytest.raises(ValueError, match=r"r\.jsonl has format 1 and this version reads format 2: .*Delete"):
+    with pytest.raises(ValueError, match=r"r\.jsonl has format 1.*format 2.*Delete"):
         make(target, path)
     assert path.read_text() == text
     path.rename(companion_file(path, "journal"))  # and so is a journal
@@ -526,7 +526,7 @@ def test_stored_samples_are_the_joined_ones(tmp_path: Path) -> None:
     assert samples_digest(joined) == hashlib.sha256(whole.encode()).hexdigest(), "as runs have it that began before"
     sent = pickle.dumps(found)
     path.write_text(path.read_text().replace("300", "301"))
-    with pytest.raises(ValueError, match=r"r\.jsonl was written anew while this run began"):
+    with pytest.raises(ValueError, match=r"r\.jsonl changed"):
         pickle.loads(sent)
 
 

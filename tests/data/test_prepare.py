@@ -292,7 +292,7 @@ def test_training_uses_a_finished_file_as_it_is(zygote: Zygote, toy: Path, serve
     with pytest.raises(ValueError, match=r"no responses file .*nope\.jsonl; `outrider prepare` makes one"):
         recipe_samples(recipe_for(toy, tmp_path, tmp_path / "nope.jsonl"), served)
     companion_file(tmp_path / "half.jsonl", "journal").write_text("{}\n")
-    with pytest.raises(ValueError, match="the `outrider prepare` that began it has to end"):
+    with pytest.raises(ValueError, match="`outrider prepare` is unfinished"):
         recipe_samples(recipe_for(toy, tmp_path, tmp_path / "half.jsonl"), served)
     assert served.tokenizer is not None
     plain = byte_tokenizer()

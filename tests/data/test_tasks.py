@@ -223,12 +223,12 @@ def test_what_is_measured_with_is_not_trained_on_unnoticed(
     """A packaged evaluation set is not trained on in the place of a file that a name does not find."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     data = prompt_directory(tmp_path / "data", "train/gsm8k.jsonl", "eval/alpaca.jsonl", "train/sharegpt.jsonl")
-    with pytest.raises(ValueError, match=r"prompts gsm8k: .* eval_math, .* would be trained on.*gsm8k-train"):
+    with pytest.raises(ValueError, match=r"prompts gsm8k: .* eval_math.*gsm8k-train"):
         prompt_sources(["sharegpt", "gsm8k"], str(data))
     assert not caplog.messages
     given = ["sharegpt", str(data / "train/gsm8k.jsonl"), "alpaca", "eval_code", "ultrachat"]
     assert prompt_sources(given, str(data)) == [True] * 5
-    assert [line.partition(": drafters are measured with them")[0] for line in caplog.messages] == [
+    assert [line.partition(": an evaluation set")[0] for line in caplog.messages] == [
         "prompts alpaca", "prompts eval_code"
     ]  # fmt: skip
 

@@ -106,7 +106,7 @@ def rope(**fields: object) -> Damage:
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 123\n"
 
 DAMAGED: dict[str, tuple[Damage, str]] = {
-    "no matrix": (without(UP), rf"lacks tensor {UP}: an incomplete"),
+    "no matrix": (without(UP), rf"lacks tensor {UP}: the checkpoint is incomplete"),
     "no norm": (without("model.norm.weight"), r"lacks tensor model\.norm\.weight"),
     "no head": (without("lm_head.weight"), r"lacks tensor lm_head\.weight"),
     "no embedding": (without("model.embed_tokens.weight"), r"lacks tensor model\.embed_tokens\.weight"),
