@@ -196,9 +196,9 @@ def decode_turns(
             turns = prompt.turns[: turn + 1]
             rendered.append(render(target.tokenizer, turns, history, tools=prompt.tools, thinking=settings.thinking))
         both = {}
-        for speculative in (flip, not flip):
-            drafting, options = ways[speculative]
-            both[speculative] = decode(target, rendered, settings, drafter=drafting, **options)
+        for way in (flip, not flip):
+            drafting, options = ways[way]
+            both[way] = decode(target, rendered, settings, drafter=drafting, **options)
         for number, tokens, plain, speculative in zip(going, rendered, both[False], both[True], strict=True):
             verdict = None
             if settings.params.temperature == 0:

@@ -40,11 +40,11 @@ def plot_frontier(frontier: Frontier, path: Path) -> None:
         x, y = [x for x, _, _ in reversed(places)], [y for _, y, _ in reversed(places)]
         _draw(axes, x, y, color=color, label="" if color == GREY else variant)
         if variant == next(reversed(colours)):
-            for *place, level in places:
+            for right, top, level in places:
                 # To the lower left: lines fall from left to right.
                 axes.annotate(
                     f"{level:g}",
-                    place,
+                    (right, top),
                     xytext=(-6, -6),
                     textcoords="offset points",
                     fontsize=8,
