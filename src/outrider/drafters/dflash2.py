@@ -37,7 +37,7 @@ from outrider.drafters.chain import BlockRows, sample_rows
 from outrider.drafters.config import Count
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig, DraftLayer
 from outrider.drafters.draft import Draft
-from outrider.drafters.fused_loss import DraftLogits, Supervision, fused_loss, logit_chunks
+from outrider.drafters.fused_loss import Supervision, fused_loss, logit_chunks
 from outrider.drafters.layers import KeySource, Rope
 from outrider.drafters.loss import DraftLoss, reference_loss
 
@@ -246,26 +246,27 @@ class SelectorRows(DraftRows):
             raise ValueError(f"objective.kl is {given.config.kl}: drafters that draw among candidates need 0.")
         logits, target = self.logits(given), given.target
         parallel = fused_loss(logits, given.head, target, terms=given.terms(), top=self.count)
+        assert parallel.candidates is not None
+        indices_Mc, unary_Mc, log_target_Mc = parallel.candidates
         among = reference_loss(
-            self.scores(given, logits, parallel.top_Nc).log_softmax(-1),
-            target.log_probs(given.head, parallel.top_Nc),
-            labels=_place(target.labels_N, parallel.top_Nc),
-            argmax=_place(target.argmax_N, parallel.top_Nc),
+            self.scores(given, unary_Mc, indices_Mc).log_softmax(-1),
+            log_target_Mc,
+            labels=_place(target.labels_N, indices_Mc),
+            argmax=_place(target.argmax_N, indices_Mc),
             terms=given.terms(),
         )
         return among._replace(loss=parallel.loss + among.loss)
 
-    def scores(self, given: Supervision, logits: DraftLogits, indices_Mc: Tensor) -> Tensor:
-        """s [M, c] of the candidates at the supervised positions."""
-        unary_Mc = given.head.logits_at(logits.hidden_NH, indices_Mc)
-        return candidate_scores(unary_Mc, self.codebook_Vr[indices_Mc], given.wide(self.correction_NKr))
+    def scores(self, given: Supervision, unary_Mc: Tensor, indices_Mc: Tensor) -> Tensor:
+        """s [M, c] of the candidates at the supervised positions, up to a constant per row."""
+        return candidate_scores(unary_Mc, F.embedding(indices_Mc, self.codebook_Vr), given.wide(self.correction_NKr))
 
     @torch.no_grad()
     def label_probabilities(self, given: Supervision) -> tuple[Tensor, Tensor]:
         logits, labels_M = self.logits(given), given.target.labels_N
         chunks = logit_chunks(logits, given.head, near_N=labels_M.clamp(min=0))
-        indices_Mc = torch.cat([z.topk(self.count, dim=-1).indices for _, z in chunks])
-        scores_Mc, place_M = self.scores(given, logits, indices_Mc), _place(labels_M, indices_Mc)
+        unary_Mc, indices_Mc = map(torch.cat, zip(*(z.topk(self.count, dim=-1) for _, z in chunks), strict=True))
+        scores_Mc, place_M = self.scores(given, unary_Mc, indices_Mc), _place(labels_M, indices_Mc)
         probability_M = scores_Mc.softmax(-1).gather(-1, place_M.clamp(min=0)[:, None])[:, 0]
         return probability_M * (place_M >= 0), scores_Mc.argmax(-1) == place_M
 

@@ -29,6 +29,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafters.loss import ObjectiveConfig, Term, acceptance_probability
@@ -68,19 +69,31 @@ class TargetView:
 
     def log_probs(self, head: HeadProducts, tokens_Nc: Tensor) -> Tensor:
         """log p_t of a few draft tokens per position, [N, c]; leading dimensions are free."""
-        logits_Nc = head.logits_at(self.hidden_ND.to(self.lse_N.dtype), tokens_Nc)
+        return self.log_probs_of(head.logits_at(self.hidden_ND.to(self.lse_N.dtype), tokens_Nc), self.lse_N)
+
+    def log_probs_of(self, logits_Nc: Tensor, lse_N: Tensor) -> Tensor:
+        """log p_t [N, c] from the products h_t W_d^T of a few tokens."""
         if self.softcap is not None:
             logits_Nc = torch.tanh(logits_Nc / self.softcap) * self.softcap
-        return logits_Nc - self.lse_N[..., None]
+        return logits_Nc - lse_N[..., None]
+
+
+class Candidates(NamedTuple):
+    """The likeliest draft tokens of each position, most likely first: `logits_Nc` is differentiable and z up to a
+    constant per row; `log_target_Nc` is log p_t."""
+
+    indices_Nc: Tensor
+    logits_Nc: Tensor
+    log_target_Nc: Tensor
 
 
 class FusedLoss(NamedTuple):
-    """`loss` is differentiable; the others are detached, per position."""
+    """`loss` is differentiable; acceptance and agreement are detached, per position."""
 
     loss: Tensor
     acceptance_N: Tensor
     agreement_N: Tensor
-    top_Nc: Tensor  # indices of the likeliest draft tokens, as many as were asked for
+    candidates: Candidates | None
 
 
 def fused_loss(
@@ -89,7 +102,7 @@ def fused_loss(
     """sum_i sum_terms weight_i term_i of p_d = softmax(z), as `reference_loss` has it from whole distributions.
 
     Args:
-        top: how many of the likeliest tokens of z to return per position, most likely first.
+        top: how many `candidates` per position to return; 0: none.
     """
     needs_grad = torch.is_grad_enabled()
     with torch.no_grad():
@@ -99,7 +112,7 @@ def fused_loss(
         gradients = _Gradients(logits, head) if needs_grad else None
         rounded, reduce = logits.rounded(head.dtype), row_reducer(z_buffer)
         weights, none_N = dict(terms), torch.zeros_like(target.lse_N)
-        reduced, likeliest = list[tuple[Tensor, ...]](), [target.labels_N.new_empty(0, top)]
+        reduced, likeliest = list[tuple[Tensor, ...]](), list[tuple[Tensor, ...]]()
         for start in range(0, N, C):
             part = slice(start, min(start + C, N))
             z, t = z_buffer[: part.stop - start], t_buffer[: part.stop - start]
@@ -115,7 +128,10 @@ def fused_loss(
                 kl_C=weights["kl"][part] if "kl" in weights else None,
             )
             if top:
-                likeliest.append(z.topk(top, dim=-1).indices)
+                values_Cc, indices_Cc = z.topk(top, dim=-1)
+                products_Cc = t.gather(1, indices_Cc).to(rows.lse_C.dtype) + shift_C[:, None].to(rows.lse_C.dtype)
+                log_target_Cc = target.log_probs_of(products_Cc, rows.lse_C)
+                likeliest.append((indices_Cc, values_Cc.to(rows.lse_C.dtype), log_target_Cc))
             reduced.append(reduce(z, t, rows, target.softcap, needs_grad))
             if gradients is not None:
                 gradients.add(z, rounded, part)
@@ -124,7 +140,12 @@ def fused_loss(
         loss = sum(((weight * values[kind]).sum() for kind, weight in terms), start=distance.new_zeros(()))
     if gradients is not None:
         loss = _WithGradients.apply(loss, gradients.of_leaves, *logits)
-    return FusedLoss(loss, acceptance_probability(distance), agreement.float(), top_Nc=torch.cat(likeliest))
+    candidates = None
+    if top:
+        indices_Nc, logits_Nc, log_target_Nc = map(torch.cat, zip(*likeliest, strict=True))
+        logits_Nc = _KnownLogits.apply(logits.hidden_NH, logits_Nc, head, indices_Nc)
+        candidates = Candidates(indices_Nc, logits_Nc, log_target_Nc)
+    return FusedLoss(loss, acceptance_probability(distance), agreement.float(), candidates)
 
 
 @torch.no_grad()
@@ -256,20 +277,15 @@ class HeadProducts:
         return (x_CH * self.head_VH[token_C].to(x_CH.dtype)).sum(-1)
 
     def logits_at(self, x_XH: Tensor, tokens_Xc: Tensor) -> Tensor:
-        """Logits of a few tokens per row, [..., c], in the type of `x_XH` and differentiable towards it.
-
-        Rows of the head are copied in parts, in the backward again.
-        """
-        logits: Tensor = _LogitsAt.apply(x_XH, self, tokens_Xc)
-        return logits
-
-    def _logits_at(self, x_XH: Tensor, tokens_Xc: Tensor) -> Tensor:
+        """Logits of a few tokens per row, [..., c], in the type of `x_XH`; rows of the head are copied in parts."""
         x_NH, tokens_Nc = x_XH.flatten(0, -2), tokens_Xc.flatten(0, -2)
         rows = self._few(x_NH, tokens_Nc)
         return torch.cat([(head @ x_NH[part][..., None])[..., 0] for part, head in rows]).view(tokens_Xc.shape)
 
     def pull_back_at(self, grad_Nc: Tensor, tokens_Nc: Tensor) -> Tensor:
         """sum_i grad_i W[token_i], [N, H]."""
+        if grad_Nc.dtype == self.head_VH.dtype:
+            return F.embedding_bag(tokens_Nc, self.head_VH, per_sample_weights=grad_Nc, mode="sum")
         rows = self._few(grad_Nc, tokens_Nc)
         return torch.cat([(grad_Nc[part][:, None] @ head)[:, 0] for part, head in rows])
 
@@ -280,20 +296,19 @@ class HeadProducts:
             yield part, self.head_VH[tokens_Nc[part]].to(like_NX.dtype)
 
 
-class _LogitsAt(torch.autograd.Function):
-    """Logits of a few tokens per row; d logit / dx are the tokens' rows of the head, which are not kept."""
+class _KnownLogits(torch.autograd.Function):
+    """Logits of a few tokens per row that are known already; d logit / dh are the tokens' rows of the head."""
 
     @staticmethod
-    def forward(ctx: Any, x_XH: Tensor, head: HeadProducts, tokens_Xc: Tensor) -> Tensor:
-        ctx.head = head
-        ctx.save_for_backward(tokens_Xc)
-        return head._logits_at(x_XH, tokens_Xc)
+    def forward(ctx: Any, hidden_NH: Tensor, logits_Nc: Tensor, head: HeadProducts, tokens_Nc: Tensor) -> Tensor:
+        ctx.head, ctx.dtype = head, hidden_NH.dtype
+        ctx.save_for_backward(tokens_Nc)
+        return logits_Nc.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (tokens_Xc,) = ctx.saved_tensors
-        towards = ctx.head.pull_back_at(grads[0].flatten(0, -2), tokens_Xc.flatten(0, -2))
-        return towards.view(*grads[0].shape[:-1], -1), None, None
+        (tokens_Nc,) = ctx.saved_tensors
+        return ctx.head.pull_back_at(grads[0], tokens_Nc).to(ctx.dtype), None, None, None
 
 
 class _WithGradients(torch.autograd.Function):
