@@ -250,7 +250,8 @@ def test_the_likeliest_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch) -> 
     small_chunks(monkeypatch, 7)
     case = Case(3)
     found = fused_loss(case.logits, case.head, case.view, terms=case.terms(ce=1.0), top=4)
-    assert torch.equal(found.top_Nc, case.z.topk(4).indices)
+    assert found.candidates is not None
+    assert torch.equal(found.candidates.indices_Nc, case.z.topk(4).indices)
     assert case.fused(ce=1.0).top_Nc.numel() == 0
 
 

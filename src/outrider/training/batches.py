@@ -24,7 +24,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -72,6 +73,7 @@ class BlockBatch:
 Chosen = tuple[int, list[int]]  # a sample's index and its anchor positions, ascending
 
 
+@dataclass
 class Schedule:
     """The samples and anchors of every step: samples are dealt without replacement, epoch after epoch.
 
@@ -80,24 +82,18 @@ class Schedule:
     An anchor stands before every `stride`-th token of a response, from its first one on.
     """
 
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        sequences_per_step: int,
-        anchors_per_sequence: int,
-        seed: int,
-        anchors_per_step: int | None = None,
-        stride: int = 1,
-    ) -> None:
-        self.samples = samples
-        self.stride = stride
-        self.sequences_per_step = min(sequences_per_step, len(samples))
-        self.anchors_per_sequence = anchors_per_sequence
-        self.anchors_per_step = anchors_per_step
-        self.seed = seed
-        # Steps are asked for ahead of their use (features.step_features), so two epochs may be in use at once.
-        self._epochs: dict[int, int] = {}  # steps in each epoch seen so far
-        self._dealt: tuple[int, list[list[int]]] = (-1, [])  # the latest epoch, dealt
+    samples: Sequence[Sample]
+    sequences_per_step: int
+    anchors_per_sequence: int
+    seed: int
+    anchors_per_step: int | None = None
+    stride: int = 1
+    # Steps are asked for ahead of their use (features.step_features), so two epochs may be in use at once.
+    _steps_in: dict[int, int] = field(default_factory=dict, init=False)
+    _dealt: tuple[int, list[list[int]]] = field(default=(-1, []), init=False)  # the latest epoch, dealt
+
+    def __post_init__(self) -> None:
+        self.sequences_per_step = min(self.sequences_per_step, len(self.samples))
 
     @classmethod
     def of(cls, config: OptimizerSection, samples: Sequence[Sample], seed: int, gamma: int) -> Schedule:
@@ -108,19 +104,11 @@ class Schedule:
 
     def step(self, step: int) -> list[Chosen]:
         """[(sample index, anchor positions ascending)] of a step."""
-        epoch, step = self._epoch_of(step)
-        return [(i, self.anchors(i, epoch)) for i in self._deal(epoch)[step]]
-
-    def _epoch_of(self, step: int) -> tuple[int, int]:
-        """The epoch of a step, and its number in it."""
         epoch = 0
-        while True:
-            if epoch not in self._epochs:
-                self._epochs[epoch] = len(self._deal(epoch))
-            if step < self._epochs[epoch]:
-                return epoch, step
-            step -= self._epochs[epoch]
-            epoch += 1
+        while step >= (steps := self._steps_in.get(epoch) or len(self._deal(epoch))):
+            self._steps_in[epoch] = steps
+            epoch, step = epoch + 1, step - steps
+        return [(i, self.anchors(i, epoch)) for i in self._deal(epoch)[step]]
 
     def steps_of(self, epochs: int) -> int:
         """How many steps the first so many epochs have."""
@@ -152,17 +140,17 @@ class Schedule:
             for index in order:
                 steps[-1].append(index)
                 anchors += self._anchors_of(index)
-                if self._full(len(steps[-1]), anchors):
+                counted, full = (
+                    (len(steps[-1]), self.sequences_per_step)
+                    if self.anchors_per_step is None
+                    else (anchors, self.anchors_per_step)
+                )
+                if counted >= full:
                     steps.append([])
                     anchors = 0
             steps = steps[:-1] or steps
             self._dealt = (epoch, steps)
         return steps
-
-    def _full(self, sequences: int, anchors: int) -> bool:
-        if self.anchors_per_step is not None:
-            return anchors >= self.anchors_per_step
-        return sequences == self.sequences_per_step
 
     def anchors(self, index: int, epoch: int) -> list[int]:
         """Anchor positions in one sample for one epoch."""
@@ -231,85 +219,62 @@ def build_batch(
     padded: bool = False,
 ) -> BlockBatch:
     """The batch of one forward, on `device`; context slots beyond a sample's last anchor are left out."""
-    aux_layers, read, following, lengths, anchors, sequence = [], [], [], [], [], []
-    previous, labels, supervised, hidden, lse, argmax = [], [], [], [], [], []
-    steps_K = torch.arange(gamma)
+    parts: list[dict[str, Tensor]] = []
     for number, ((index, positions), seen) in enumerate(zip(chosen, features, strict=True)):
-        sample = samples[index]
-        tokens_n = torch.tensor(sample.tokens)
-        anchors_N = torch.tensor(positions)
-        ahead_NK = (anchors_N[:, None] + 1 + steps_K).clamp(max=len(tokens_n))  # position of x_k
-        rows_NK, inside_NK = _supervision(sample, anchors_N, gamma)
-        labels.append(tokens_n[ahead_NK.clamp(max=len(tokens_n) - 1)] * inside_NK)
-        previous.append(tokens_n[ahead_NK - 1])
-        supervised.append(inside_NK)
-        hidden.append(seen.hidden_RD[rows_NK])
-        lse.append(seen.lse_R[rows_NK])
-        argmax.append(seen.argmax_R[rows_NK])
-        aux_layers.append(on_device(seen.aux_SLD[: positions[-1]], device))
-        read.append(tokens_n[: positions[-1]])
-        following.append(tokens_n[1 : positions[-1] + 1])
-        lengths.append(positions[-1])
-        anchors.append(anchors_N)
-        sequence.append(torch.full_like(anchors_N, number))
-    blocks = sum(map(len, anchors))
+        tokens_n, anchors_N, context = torch.tensor(samples[index].tokens), torch.tensor(positions), positions[-1]
+        ahead_NK = (anchors_N[:, None] + 1 + torch.arange(gamma)).clamp(max=len(tokens_n))  # position of x_k
+        rows_NK, inside_NK = _supervision(samples[index], anchors_N, gamma)
+        parts.append(
+            {
+                "aux_SLD": on_device(seen.aux_SLD[:context], device),
+                "tokens_S": tokens_n[:context],
+                "next_tokens_S": tokens_n[1 : context + 1],
+                "previous_NK": tokens_n[ahead_NK - 1],
+                "labels_NK": tokens_n[ahead_NK.clamp(max=len(tokens_n) - 1)] * inside_NK,
+                "supervised_NK": inside_NK,
+                "target_hidden_NKD": seen.hidden_RD[rows_NK],
+                "lse_NK": seen.lse_R[rows_NK],
+                "argmax_NK": seen.argmax_R[rows_NK],
+                "anchors_N": anchors_N,
+                "sequence_N": torch.full_like(anchors_N, number),
+            }
+        )
+    lengths, blocks = [len(part["tokens_S"]) for part in parts], sum(len(part["anchors_N"]) for part in parts)
+    supervised_M = torch.cat([part["supervised_NK"] for part in parts]).flatten().nonzero()[:, 0]
+    inside = len(supervised_M)
     if padded:
         tile = _TILES[device.type]
         N, S = padded_size(blocks, tile) - blocks, padded_size(sum(lengths) + 1, tile) - sum(lengths)
-        parts = (labels, previous, supervised, hidden, lse, argmax, read, following)
-        for part, size in zip(parts, [N] * 6 + [S] * 2, strict=True):
-            part.append(part[0].new_zeros(size, *part[0].shape[1:]))
-        aux_layers.append(aux_layers[0].new_zeros(S, *aux_layers[0].shape[1:]))
+        padding = {k: x.new_zeros(S if "_S" in k else N, *x.shape[1:]) for k, x in parts[0].items()}
+        parts.append(
+            padding | {"anchors_N": padding["anchors_N"] + 1, "sequence_N": padding["sequence_N"] + len(chosen)}
+        )
         lengths.append(S)
-        anchors.append(torch.ones(N, dtype=torch.long))
-        sequence.append(torch.full((N,), len(chosen)))
-
-    def there(parts: list[Tensor]) -> Tensor:
-        return on_device(torch.cat(parts), device)
-
-    supervised_M = torch.cat(supervised).flatten().nonzero()[:, 0]
-    inside = len(supervised_M)
-    if padded:
-        supervised_M = F.pad(supervised_M, (0, padded_size(inside, _TILES[device.type]) - inside))
-
+        supervised_M = F.pad(supervised_M, (0, padded_size(inside, tile) - inside))
+    aux_SLD = torch.cat([part.pop("aux_SLD") for part in parts])
+    whole = {name: on_device(torch.cat([part[name] for part in parts]), device) for name in parts[0]}
     return BlockBatch(
-        aux_SLD=torch.cat(aux_layers),
-        tokens_S=there(read),
-        next_tokens_S=there(following),
-        layout=BlockLayout(lengths, there(anchors), there(sequence)),
-        previous_NK=there(previous),
-        labels_NK=there(labels),
-        supervised_NK=there(supervised),
+        aux_SLD=aux_SLD,
+        layout=BlockLayout(lengths, whole.pop("anchors_N"), whole.pop("sequence_N")),
         supervised_M=on_device(supervised_M, device),
-        target_hidden_NKD=there(hidden),
-        lse_NK=there(lse),
-        argmax_NK=there(argmax),
         blocks=blocks,
         positions=inside,
+        **whole,
     )
 
 
 def idle_batch(drafter: DraftModule, padded: bool = False) -> BlockBatch:
-    """A batch of empty blocks, for a rank without work that must take part in the others' collectives."""
-    config, device = drafter.config, drafter.aux_scale_L.device
-    size = _TILES[device.type] if padded else 1
-    nothing_N = torch.zeros(size, dtype=torch.long, device=device)
-    nothing_NK = nothing_N[:, None].expand(size, config.gamma)
-    return BlockBatch(
-        aux_SLD=torch.zeros(size, len(config.target_layer_ids), config.hidden_size, dtype=torch.float16, device=device),
-        tokens_S=nothing_N,
-        next_tokens_S=nothing_N,
-        layout=BlockLayout([size], nothing_N + 1, nothing_N),
-        previous_NK=nothing_NK,
-        labels_NK=nothing_NK,
-        supervised_NK=torch.ones_like(nothing_NK, dtype=torch.bool),
-        supervised_M=torch.arange(size * config.gamma, device=device),
-        target_hidden_NKD=torch.zeros(size, config.gamma, config.hidden_size, dtype=torch.float16, device=device),
-        lse_NK=torch.zeros(size, config.gamma, device=device),
-        argmax_NK=nothing_NK,
-        blocks=size,
-        positions=size * config.gamma,
+    """A batch of zeros, for a rank without work that must take part in the others' collectives."""
+    config, gamma = drafter.config, drafter.config.gamma
+    zeros = partial(torch.zeros, dtype=torch.float16)
+    features = Features(
+        zeros(gamma + 1, len(config.target_layer_ids), config.hidden_size),
+        hidden_RD=zeros(gamma, config.hidden_size),
+        lse_R=torch.zeros(gamma),
+        argmax_R=torch.zeros(gamma, dtype=torch.long),
     )
+    sample, device = Sample("", [0] * (gamma + 2), ((2, gamma + 2),)), drafter.aux_scale_L.device
+    return build_batch([(0, [1])], [sample], [features], gamma=gamma, device=device, padded=padded)
 
 
 # ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,52 +94,40 @@ def check_boards(names: Sequence[str]) -> None:
         raise ValueError("log: wandb is not installed: pip install wandb, or leave it out of log.")
 
 
-class _TensorBoard:
+Board = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]  # write and close
+
+
+def _tensorboard(out: Path, first: int) -> Board:
     """OUT/tensorboard."""
+    writer = SummaryWriter(str(out / "tensorboard"), purge_step=first + 1)
 
-    def __init__(self, out: Path, first: int) -> None:
-        self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=first + 1)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self.writer.close()
+    return write, writer.close
 
 
-class _WeightsAndBiases:
+def _weights_and_biases(out: Path, first: int, settings: Mapping[str, Any]) -> Board:
     """A run of W&B, which goes on when training does: OUT/wandb-id names it. Project: $WANDB_PROJECT, else outrider.
 
     Raises:
         ValueError: W&B refuses to begin it.
     """
+    import wandb  # here: an optional dependency
 
-    def __init__(self, out: Path, first: int, settings: Mapping[str, Any]) -> None:
-        import wandb  # here: an optional dependency
-
-        name = out / "wandb-id"
-        if not first or not name.is_file():
-            name.write_text(uuid.uuid4().hex[:8] + "\n")
-        project = os.environ.get("WANDB_PROJECT", "outrider")
-        try:
-            self.run = wandb.init(
-                project=project,
-                name=out.name,
-                id=name.read_text().strip(),
-                dir=str(out),
-                resume="allow",
-                config=dict(settings),
-            )
-        except wandb.Error as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"wandb: {reason} WANDB_MODE=offline keeps the run in {out / 'wandb'}.") from error
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+    name = out / "wandb-id"
+    if not first or not name.is_file():
+        name.write_text(uuid.uuid4().hex[:8] + "\n")
+    project, identity = os.environ.get("WANDB_PROJECT", "outrider"), name.read_text().strip()
+    try:
+        run = wandb.init(
+            project=project, name=out.name, id=identity, dir=str(out), resume="allow", config=dict(settings)
+        )
+    except wandb.Error as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"wandb: {reason} WANDB_MODE=offline keeps the run in {out / 'wandb'}.") from error
+    return lambda step, values: run.log(dict(values), step=step), run.finish
 
 
 class MetricsLog:
@@ -165,11 +153,9 @@ class MetricsLog:
         whole = [line for line in kept if line.endswith("\n")]  # a killed process may have cut the last one
         path.write_text("".join(line for line in whole if _entry(path, line)["step"] <= first))
         self.file = path.open("a")
-        self.boards: list[_TensorBoard | _WeightsAndBiases] = []
-        if "tensorboard" in boards:
-            self.boards.append(_TensorBoard(out, first))
+        self.boards: list[Board] = [_tensorboard(out, first)] if "tensorboard" in boards else []
         if "wandb" in boards:
-            self.boards.append(_WeightsAndBiases(out, first, settings))
+            self.boards.append(_weights_and_biases(out, first, settings))
 
     def write(self, step: int, group: str, values: dict[str, float]) -> None:
         """An entry; none where there are no values."""
@@ -180,8 +166,8 @@ class MetricsLog:
         rounded = {name: round(value, 6) for name, value in values.items()}
         self.file.write(json.dumps({"step": step, "group": group, **rounded}) + "\n")
         self.file.flush()
-        for board in self.boards:
-            board.write(step, {f"{group}/{name}": value for name, value in values.items()})
+        for write, _ in self.boards:
+            write(step, {f"{group}/{name}": value for name, value in values.items()})
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -189,8 +175,8 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         if self.active:
             self.file.close()
-            for board in self.boards:
-                board.close()
+            for _, close in self.boards:
+                close()
 
 
 _BARS = "▁▂▃▄▅▆▇█"

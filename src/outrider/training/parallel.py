@@ -177,25 +177,25 @@ def check_layers(drafter: DraftModule, recipe: Recipe) -> None:
     Raises:
         ValueError: the recipe asks for it.
     """
-    wishes = {"optimizer.checkpoint_activations": recipe.optimizer.checkpoint_activations, "compile": recipe.compile}
-    for name, wished in wishes.items():
-        if wished and not draft_layers(drafter):
-            raise ValueError(
-                f"{name}=true works on draft layers one by one, and a drafter of kind {drafter.algorithm} has no stack "
-                f"of them: leave {name} out."
-            )
-    if recipe.compile and not drafter.separable_layers():
-        raise ValueError(
-            f"compile=true: a drafter of kind {drafter.algorithm} runs its context through the draft layers, sequence "
-            "by sequence, which is no single graph: leave compile out."
-        )
-    if recipe.compile and drafter.counts_rows():
-        raise ValueError(
-            f"compile=true: a drafter of kind {drafter.algorithm} sorts rows by expert, which is no single graph: "
-            "leave compile out."
-        )
-    if recipe.compile and usable_device(recipe.device).type != "cuda":
-        raise ValueError("compile=true compiles draft layers for CUDA, and this run has no GPU: leave compile out.")
+    stacked, wished = bool(draft_layers(drafter)), bool(recipe.compile)
+    compilable = not wished or usable_device(recipe.device).type == "cuda"
+    kind = f"a drafter of kind {drafter.algorithm}"
+    none = f"works on draft layers one by one, and {kind} has no stack of them"
+    checks = (
+        ("optimizer.checkpoint_activations", recipe.optimizer.checkpoint_activations, stacked, none),
+        ("compile", wished, stacked, none),
+        (
+            "compile",
+            wished,
+            bool(drafter.separable_layers()),
+            f"{kind} runs its context through the draft layers: no single graph",
+        ),
+        ("compile", wished, not drafter.counts_rows(), f"{kind} sorts rows by expert, which is no single graph"),
+        ("compile", wished, compilable, "draft layers are compiled for CUDA, and this run has no GPU"),
+    )
+    for name, wish, possible, reason in checks:
+        if wish and not possible:
+            raise ValueError(f"{name}=true {reason}: leave {name} out.")
 
 
 def compiles(drafter: DraftModule, recipe: Recipe, device: torch.device) -> bool:
