@@ -20,7 +20,7 @@ from outrider.checkpoints.checkpoint import add_metadata, load_checkpoint
 from outrider.data.chat import Chat, render
 from outrider.data.conversations import Conversation, content_id
 from outrider.data.sources import load_prompts
-from outrider.training.plan import Plan, prompt_tokens, split_prompts
+from outrider.training.first_run import Plan, prompt_tokens, split_prompts
 from outrider.training.recipe import Recipe, load_recipe
 from tests.toys.command_line import Run, check_error
 

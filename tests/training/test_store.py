@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,13 @@ FIELDS = ("aux_SLD", "hidden_RD", "lse_R", "argmax_R")
 @pytest.fixture(scope="module")
 def target() -> Target:
     return toy_target()
+
+
+def run_of(target: Target, samples: list[Sample], aux_layers: tuple[int, ...], scale_L: torch.Tensor) -> Any:
+    """A run as far as its features depend on it."""
+    config = SimpleNamespace(target_layer_ids=aux_layers)
+    drafter = SimpleNamespace(config=config, aux_scale_L=scale_L)
+    return SimpleNamespace(target=target, samples=samples, drafter=drafter)
 
 
 def write_all(directory: Path, target: Target, samples: Sequence[Sample], dtype: StoreDtype = "int8") -> StorePlan:
@@ -119,6 +128,8 @@ def test_rows_of_zeros_and_of_the_largest_numbers_survive(target: Target, dtype:
 WRITER = """
 import os, sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 sys.path.insert(0, {tests!r})
 import torch
 from outrider.target.model import Target
@@ -430,7 +441,7 @@ def test_the_recipe_chooses_the_source(tmp_path: Path, target: Target) -> None:
 
     def opened(**features: object) -> FeatureCache:
         fields = {"target": "toy", "out": str(tmp_path), "data": {"prompts": [{"path": "x"}]}, "features": features}
-        return open_features(Recipe.model_validate(fields), target, samples, AUX_LAYERS, SCALE)
+        return open_features(Recipe.model_validate(fields), run_of(target, samples, AUX_LAYERS, SCALE))
 
     assert isinstance(opened(), FeatureSource)
     with pytest.raises(ValueError, match="holds no feature store"):
@@ -457,19 +468,19 @@ def test_drafters_with_different_aux_layers_share_a_store(tmp_path: Path, target
     def scale(aux_layers: tuple[int, ...]) -> torch.Tensor:
         return measure_aux_scale(target, samples, aux_layers)
 
-    plan = recipe_plan(recipe(), target, samples, (3,), scale((3,)))
+    plan = recipe_plan(recipe(), run_of(target, samples, (3,), scale((3,))))
     assert plan.aux_layers == (0, 1, 3)
     begin_store(tmp_path / "features", plan)
     write_store(tmp_path / "features", plan, target, samples, range(len(plan.shards)))
     for aux_layers in ((3,), (0, 3), (0, 1, 3)):
-        source = open_features(recipe(), target, samples, aux_layers, scale(aux_layers))
+        source = open_features(recipe(), run_of(target, samples, aux_layers, scale(aux_layers)))
         online = FeatureSource(target, samples, aux_layers, scale(aux_layers), 0, torch.bfloat16)
         for stored, computed in zip(source.gather(range(9)), online.gather(range(9)), strict=True):
             torch.testing.assert_close(stored.aux_SLD.float(), computed.aux_SLD.float(), rtol=0.02, atol=0.02)
     with pytest.raises(ValueError, match=r"features\.aux_layers \[3, 1, 0\] lacks \[2\], which the drafter reads"):
-        open_features(recipe(), target, samples, (1, 2), scale((1, 2)))
+        open_features(recipe(), run_of(target, samples, (1, 2), scale((1, 2))))
     with pytest.raises(ValueError, match="aux_scale differ"):
-        open_features(recipe(), target, samples, (3,), 2 * scale((3,)))
+        open_features(recipe(), run_of(target, samples, (3,), 2 * scale((3,))))
     with pytest.raises(ValueError, match="aux_layers is for a complete store"):
         recipe(max_gb=1.0)
 

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 def prepare(config: PrepareConfig) -> None:
     """Generate the target's responses for training; run again to go on."""
     from outrider.data.responses import truncation_warning
+    from outrider.training.dataset import recipe_prompts
     from outrider.training.responses import ResponseJob
 
     job, console = ResponseJob.of(config), Terminal()
     measure.set_up(job.threads)
     say = partial(show_lines, console)
     if config.overlap:
-        job.say_overlap(say)
+        recipe_prompts(job.data, say)
         return
     chat, target = job.load(say)
     started = time.monotonic()

@@ -156,17 +156,17 @@ def prepare_with_progress(recipe: Recipe, target: Target, console: Console, rank
 
 def plan_features(config: FeaturesConfig) -> None:
     """Say exactly how large the recipe's store will be. Writes no features; makes responses that are missing."""
-    from outrider.training.run import store_plan
+    from outrider.training.feature_store import recipe_plan
 
     console = Terminal()
     recipe, run = _open_store(config, console)
-    _describe(recipe, run, store_plan(recipe, run), console=console)
+    _describe(recipe, run, recipe_plan(recipe, run), console=console)
 
 
 def write_features(config: WriteFeaturesConfig) -> None:
     """Write the store, or what is missing of it. Processes i of N write the shards i, i + N, ..."""
-    from outrider.training.feature_store import begin_store, missing_bytes, store_directory, write_store
-    from outrider.training.run import check_store_size, fill_window, shards_to_write, store_plan
+    from outrider.training.feature_store import begin_store, missing_bytes, recipe_plan, store_directory, write_store
+    from outrider.training.run import check_store_size, fill_window, shards_to_write
 
     console = Terminal()
     recipe, run = _open_store(config, console, writes=True)
@@ -174,7 +174,7 @@ def write_features(config: WriteFeaturesConfig) -> None:
         window = fill_window(recipe, run, config.process)
         show_lines(console, f"window of {window.bytes} bytes (at most {window.max_bytes}) in {window.directory}")
         return
-    plan, directory = store_plan(recipe, run), store_directory(recipe)
+    plan, directory = recipe_plan(recipe, run), store_directory(recipe)
     _describe(recipe, run, plan, console=console)
     check_store_size(config, directory, missing_bytes(directory, plan))
     numbers = shards_to_write(config, plan.shards)
@@ -193,21 +193,21 @@ def write_features(config: WriteFeaturesConfig) -> None:
 
 def check_features(config: FeaturesConfig) -> None:
     """Compare every shard with its SHA-256 and name what is damaged, missing or foreign."""
-    from outrider.training.feature_store import check_store, store_directory
-    from outrider.training.run import store_plan
+    from outrider.training.feature_store import check_store, recipe_plan, store_directory
 
     console = Terminal()
     recipe, run = _open_store(config, console)
-    if wrong := check_store(store_directory(recipe), store_plan(recipe, run)):
+    if wrong := check_store(store_directory(recipe), recipe_plan(recipe, run)):
         raise ValueError("\n".join(wrong))
     console.print(f"the store in {store_directory(recipe)} is complete and undamaged")
 
 
 def _open_store(config: FeaturesConfig, console: Console, writes: bool = False) -> tuple[Recipe, Run]:
     """The recipe and its run, with the responses that were missing."""
-    from outrider.training.run import load_for_store, store_recipe
+    from outrider.training.recipe import load_recipe
+    from outrider.training.run import load_for_store
 
-    recipe = store_recipe(config)
+    recipe = load_recipe(config.recipe, config.changes)
     measure.set_up(recipe.threads)
     device = usable_device(recipe.device)
     target = load_for_store(recipe, device, partial(show_lines, console), writes=writes)
@@ -299,8 +299,7 @@ def _explain(wanted: str | None, console: Console) -> None:
 
 def init(config: InitConfig) -> None:
     """Look at a model and prompts; write a recipe and say what to run."""
-    from outrider.training.first_run import commands, offer_name, plan_first_run
-    from outrider.training.plan import PACKAGED
+    from outrider.training.first_run import PACKAGED, commands, offer_name, plan_first_run
 
     measure.set_up(None)
     console = Terminal(highlight=False, soft_wrap=True, markup=False)

@@ -184,9 +184,7 @@ def _stored_bytes(recipe: Recipe, trainer: Trainer, texts: _Texts) -> float:
     """Size of the recipe's feature store, 0 without one."""
     if recipe.features.mode == "online":
         return 0.0
-    run = trainer.run
-    layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
-    planned = recipe_plan(recipe, run.target, texts.samples, aux_layers=layers, aux_scale_L=scale_L)
+    planned = recipe_plan(recipe, replace(trainer.run, samples=texts.samples))
     window = math.inf if recipe.features.max_gb is None else recipe.features.max_gb * 2**30
     return min(texts.trained * planned.bytes / len(texts.samples), window)
 

@@ -22,7 +22,7 @@ import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -48,7 +48,7 @@ from outrider.training.features import (
 )
 from outrider.training.machine import feature_cache_bytes
 from outrider.training.recipe import Recipe
-from outrider.training.setup import CALIBRATION_SAMPLES
+from outrider.training.setup import CALIBRATION_SAMPLES, Run
 from outrider.utils.documents import read_json, read_mapping
 from outrider.utils.files import check_space, file_sha256, unfinished_writes, write_atomically
 from outrider.utils.measure import dtype_name
@@ -278,19 +278,17 @@ class DamagedShard(ValueError):
     """A shard cannot be used; the message names the file and the fault."""
 
 
+@dataclass(eq=False)
 class Shard:
-    """A shard on disk.
+    """A shard on disk, of the samples `indices`; `remedy` ends the messages of its errors."""
 
-    Args:
-        indices: of its samples.
-        bytes, sha256: those that its file must have.
-        remedy: ends the messages of its errors.
-    """
-
-    def __init__(self, path: Path, indices: Sequence[int], bytes: int, sha256: str, *, remedy: str = "") -> None:
-        self.path, self.indices, self.bytes, self.sha256, self.remedy = path, indices, bytes, sha256, remedy
-        self._file: Any = None  # memory-mapped
-        self._ends: list[tuple[int, int]] = []  # slots and rows before each sample, and in all
+    path: Path
+    indices: Sequence[int]
+    bytes: int
+    sha256: str
+    remedy: str = ""
+    _file: Any = None  # memory-mapped
+    _ends: list[tuple[int, int]] = field(default_factory=list)  # slots and rows before each sample, and in all
 
     def check(self) -> None:
         """Raise DamagedShard if the file is missing, truncated or altered."""
@@ -561,12 +559,11 @@ class FeatureStore(FeatureCache):
         self._firsts = [shard.first for shard in self.plan.shards]
 
     def _fetch(self, indices: Sequence[int]) -> list[Features]:
-        return [self._read(index) for index in indices]
-
-    def _read(self, index: int) -> Features:
-        shard = self._shards[bisect.bisect_right(self._firsts, index) - 1]
-        features = shard.read(index, self.samples)
-        return features if self._columns is None else replace(features, aux_SLD=features.aux_SLD[:, self._columns])
+        shards = (self._shards[bisect.bisect_right(self._firsts, index) - 1] for index in indices)
+        read = [shard.read(index, self.samples) for index, shard in zip(indices, shards, strict=True)]
+        if self._columns is None:
+            return read
+        return [replace(features, aux_SLD=features.aux_SLD[:, self._columns]) for features in read]
 
 
 # ----------------------------------------------------------------------------
@@ -712,15 +709,14 @@ def store_directory(recipe: Recipe) -> Path:
     return Path(recipe.features.directory or Path(recipe.out) / "features")
 
 
-def recipe_plan(
-    recipe: Recipe, target: Target, samples: Sequence[Sample], aux_layers: tuple[int, ...], aux_scale_L: Tensor
-) -> StorePlan:
+def recipe_plan(recipe: Recipe, run: Run) -> StorePlan:
     """Plan the recipe's store: its contents and exact size.
 
     Raises:
         ValueError: `features.aux_layers` lacks a layer that the drafter reads, or names one that is none.
     """
-    section = recipe.features
+    section, target, samples = recipe.features, run.target, run.samples
+    aux_layers, aux_scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
     if section.aux_layers is not None:
         wide = target.check_aux_layers(section.aux_layers, final=True)
         missing = sorted(set(aux_layers) - set(wide))
@@ -735,15 +731,7 @@ def recipe_plan(
     )
 
 
-def open_features(
-    recipe: Recipe,
-    target: Target,
-    samples: Sequence[Sample],
-    aux_layers: tuple[int, ...],
-    aux_scale_L: Tensor,
-    rank: int = 0,
-    world_size: int = 1,
-) -> FeatureCache:
+def open_features(recipe: Recipe, run: Run, rank: int = 0, world_size: int = 1) -> FeatureCache:
     """Open the features of the training samples, as the recipe says. Call `close` when training ends.
 
     Args:
@@ -752,26 +740,25 @@ def open_features(
     Raises:
         ValueError: the store is not there, incomplete, or another run's.
     """
-    memory = feature_cache_bytes(recipe.feature_cache_gb)
-    section = recipe.features
+    memory, section, directory = feature_cache_bytes(recipe.feature_cache_gb), recipe.features, store_directory(recipe)
+    aux_layers = run.drafter.config.target_layer_ids
     if section.mode == "online":
-        return FeatureSource(target, samples, aux_layers, aux_scale_L=aux_scale_L, budget_bytes=memory)
-    plan = recipe_plan(recipe, target, samples, aux_layers=aux_layers, aux_scale_L=aux_scale_L)
+        scale_L = run.drafter.aux_scale_L
+        return FeatureSource(run.target, run.samples, aux_layers, aux_scale_L=scale_L, budget_bytes=memory)
+    plan = recipe_plan(recipe, run)
     if section.max_gb is None:
         columns = [plan.aux_layers.index(aux_layer) for aux_layer in aux_layers]
-        return FeatureStore(store_directory(recipe), plan, samples, budget_bytes=memory, columns=columns)
+        return FeatureStore(directory, plan, run.samples, budget_bytes=memory, columns=columns)
     if rank == 0:  # windows of another number of processes would stand beside the budget
-        for stale in store_directory(recipe).glob("window-*-of-*"):
+        for stale in directory.glob("window-*-of-*"):
             if not stale.name.endswith(f"-of-{world_size}"):
                 shutil.rmtree(stale, ignore_errors=True)
-    directory = store_directory(recipe) / f"window-{rank}-of-{world_size}"
-    budget = int(section.max_gb * 2**30) // world_size
     return FeatureWindow(
-        directory,
+        directory / f"window-{rank}-of-{world_size}",
         plan,
-        target,
-        samples=samples,
+        run.target,
+        samples=run.samples,
         budget_bytes=memory,
-        max_bytes=budget,
+        max_bytes=int(section.max_gb * 2**30) // world_size,
         shard_tokens=section.shard_tokens,
     )

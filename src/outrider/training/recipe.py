@@ -352,12 +352,11 @@ def recipe_fields() -> list[RecipeField]:
     ]
 
 
-def fields_of(schema: Mapping[str, Any]) -> Iterator[RecipeField]:
+def fields_of(
+    schema: Mapping[str, Any], known: Mapping[str, Any] | None = None, prefix: str = "", only: str = ""
+) -> Iterator[RecipeField]:
     """The fields of a pydantic model's JSON schema; one of several alternative sections is named in `only`."""
-    yield from _fields_of(schema, schema.get("$defs", {}), prefix="", only="")
-
-
-def _fields_of(schema: Mapping[str, Any], known: Mapping[str, Any], prefix: str, only: str) -> Iterator[RecipeField]:
+    known = schema.get("$defs", {}) if known is None else known
     for name, field in schema.get("properties", {}).items():
         alternatives = _alternatives(field)
         referred = [known.get(str(one.get("$ref", "")).rsplit("/", 1)[-1], {}) for one in alternatives]
@@ -373,7 +372,7 @@ def _fields_of(schema: Mapping[str, Any], known: Mapping[str, Any], prefix: str,
         )
         for section in sections:
             algorithm = section["properties"].get("algorithm", {}).get("const", "") if len(sections) > 1 else only
-            yield from _fields_of(section, known, prefix=f"{prefix}{name}.", only=algorithm)
+            yield from fields_of(section, known, prefix=f"{prefix}{name}.", only=algorithm)
 
 
 def _alternatives(field: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from outrider.data.regenerate import DataSection, PromptSource, Regeneration
 from outrider.data.responses import TOKEN_BYTES, sole_writer
 from outrider.target.model import Target, load_target
 from outrider.training.config import PrepareConfig
-from outrider.training.dataset import check_prompt_files, make_responses, recipe_prompts, responses_path
+from outrider.training.dataset import check_prompt_files, make_responses, responses_path
 from outrider.training.recipe import load_recipe
 from outrider.training.run import computing_dtype
 from outrider.utils.files import check_space
@@ -68,10 +68,6 @@ class ResponseJob:
             precision=base.precision if base else "auto",
             threads=config.threads or (base.threads if base else None),
         )
-
-    def say_overlap(self, say: Say) -> None:
-        """Say how much text the prompts share with the sets of `not_in`."""
-        recipe_prompts(self.data, say)
 
     def load(self, say: Say) -> tuple[Chat, Target | None]:
         """The target's chat template and, if it decodes here, the target.

@@ -12,11 +12,10 @@ import torch
 
 from outrider.target.model import Target, load_target
 from outrider.training import machine
-from outrider.training.config import FeaturesConfig, WriteFeaturesConfig
+from outrider.training.config import WriteFeaturesConfig
 from outrider.training.dataset import check_prompt_files
 from outrider.training.feature_store import (
     FeatureWindow,
-    StorePlan,
     check_store_fits,
     check_store_space,
     open_features,
@@ -24,7 +23,7 @@ from outrider.training.feature_store import (
 )
 from outrider.training.logging import check_boards
 from outrider.training.parallel import ALONE, Ranks, shard_layers
-from outrider.training.recipe import Recipe, load_recipe
+from outrider.training.recipe import Recipe
 from outrider.training.setup import Run, check_recipe
 from outrider.training.trainer import saved_run
 from outrider.training.watch import patience_spent
@@ -110,11 +109,6 @@ class SavedRun:
 # ----------------------------------------------------------------------------
 
 
-def store_recipe(config: FeaturesConfig) -> Recipe:
-    """The recipe with stored features."""
-    return load_recipe(config.recipe, config.changes)
-
-
 def load_for_store(recipe: Recipe, device: torch.device, say: Say, writes: bool = False) -> Target:
     """The target whose features are stored.
 
@@ -127,12 +121,6 @@ def load_for_store(recipe: Recipe, device: torch.device, say: Say, writes: bool 
     dtype = computing_dtype(recipe.precision, device, say)
     say(f"loading {recipe.target}")
     return load_target(recipe.target, dtype, device)
-
-
-def store_plan(recipe: Recipe, run: Run) -> StorePlan:
-    """The shards of the recipe's store."""
-    layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
-    return recipe_plan(recipe, run.target, run.samples, aux_layers=layers, aux_scale_L=scale_L)
 
 
 def shards_to_write(config: WriteFeaturesConfig, shards: Sequence[object]) -> list[int]:
@@ -167,12 +155,9 @@ def check_store_size(config: WriteFeaturesConfig, directory: Path, needed: int) 
 def fill_window(recipe: Recipe, run: Run, process: tuple[int, int]) -> FeatureWindow:
     """The rolling window of a recipe with `features.max_gb`, filled by this process of several."""
     number, count = process
-    layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
-    window = open_features(
-        recipe, run.target, run.samples, aux_layers=layers, aux_scale_L=scale_L, rank=number, world_size=count
-    )
+    window = open_features(recipe, run, rank=number, world_size=count)
     assert isinstance(window, FeatureWindow)
-    wanted = min(window.max_bytes, store_plan(recipe, run).bytes)
+    wanted = min(window.max_bytes, recipe_plan(recipe, run).bytes)
     check_store_space(window.directory, max(0, wanted - window.bytes))
     window.warm()
     return window

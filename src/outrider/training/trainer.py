@@ -178,16 +178,7 @@ class Trainer:
             self.last_metrics = self.evaluate()
             return self.last_metrics
         main, started = self.ranks.main, time.perf_counter()
-        aux_layers, scale_L = self.run.drafter.config.target_layer_ids, self.run.drafter.aux_scale_L
-        source = open_features(
-            self.recipe,
-            self.run.target,
-            self.run.samples,
-            aux_layers=aux_layers,
-            aux_scale_L=scale_L,
-            rank=self.ranks.rank,
-            world_size=self.ranks.world,
-        )
+        source = open_features(self.recipe, self.run, rank=self.ranks.rank, world_size=self.ranks.world)
         wanted = ([index for part in self._share(step) for index, _ in part] for step in range(first, last))
         taken = f"{self.out} is being trained by another process; choose another out, or wait."
         try:
