@@ -326,7 +326,7 @@ def test_meters_count_what_they_are_told() -> None:
         with meters.evaluation:
             time.sleep(0.05)
         meters.count(30, 10)
-        meters.count_step()
+        meters.steps += 1
     figures = meters.window()
     assert figures["supervised_tokens_per_second"] == pytest.approx(3 * figures["anchors_per_second"])
     assert 0.02 <= figures["features_seconds"] <= figures["step_seconds"]

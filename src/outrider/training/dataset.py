@@ -203,11 +203,7 @@ def recipe_samples(
     on_progress: Progress = no_progress,
     say: Callable[[str], None] = lambda line: None,
 ) -> Dataset:
-    """The recipe's samples, regenerating what is missing; `on_progress` and `say` as in `regenerate`.
-
-    Raises:
-        ValueError: nothing usable came out.
-    """
+    """The recipe's samples, regenerating what is missing; `on_progress` and `say` as in `regenerate`."""
     data = recipe.data
     path = responses_path(recipe)
     # Once training has begun its samples are fixed, or a resumed run would not be the same run.

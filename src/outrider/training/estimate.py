@@ -109,9 +109,6 @@ def estimate(
 
     Args:
         say: called with a line before each measurement.
-
-    Raises:
-        ValueError: as `prepare`, or a target spread over ranks lacks responses.
     """
     began, optimizer = saved_run(recipe), recipe.optimizer
     first = int(began.get("step", 0))

@@ -408,9 +408,6 @@ def check_store_fits(recipe: Recipe, drafter: DraftModule) -> None:
 
     Args:
         drafter: with or without its weights.
-
-    Raises:
-        ValueError: see `check_space`.
     """
     section, directory = recipe.features, store_directory(recipe)
     if section.mode != "store":

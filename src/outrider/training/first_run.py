@@ -314,11 +314,7 @@ def _read(prompts: tuple[str, ...]) -> list[Conversation]:
 
 
 def check_memory(directory: Path) -> None:
-    """Refuse weights that would not fit the memory as float32.
-
-    Raises:
-        ValueError: naming both sizes.
-    """
+    """Refuse weights that would not fit the memory as float32."""
     weights, free = sum(file.stat().st_size for file in directory.glob("*.safetensors")), free_memory_bytes()
     if 2 * weights > free:  # bfloat16 becomes float32 on a CPU
         raise ValueError(f"weights of {weights / 2**30:.1f} GB, {free / 2**30:.1f} GB of memory free")

@@ -49,22 +49,18 @@ class Meters:
 
     def _restart(self) -> None:
         self._started = time.perf_counter()
-        self._steps = self._supervised = self._anchors = 0
+        self.steps = self._supervised = self._anchors = 0
 
     def count(self, supervised: int, anchors: int) -> None:
         """One more micro-batch, of so many supervised positions and anchors."""
         self._supervised += supervised
         self._anchors += anchors
 
-    def count_step(self) -> None:
-        """One more optimizer step."""
-        self._steps += 1
-
     def window(self) -> dict[str, float]:
         """Figures since the last call (seconds are per step, evaluation's are of the whole window); starts again."""
         seconds = time.perf_counter() - self._started
         evaluation = self.evaluation.take()
-        steps, training = max(1, self._steps), max(seconds - evaluation, 1e-9)
+        steps, training = max(1, self.steps), max(seconds - evaluation, 1e-9)
         figures = {
             "supervised_tokens_per_second": self._supervised / training,
             "anchors_per_second": self._anchors / training,
@@ -85,11 +81,7 @@ class Meters:
 
 
 def check_boards(names: Sequence[str]) -> None:
-    """Whether what writes them is installed.
-
-    Raises:
-        ValueError: W&B is asked for and is not.
-    """
+    """Raise ValueError if W&B is asked for and is not installed."""
     if "wandb" in names and find_spec("wandb") is None:
         raise ValueError("log: wandb is not installed: pip install wandb, or leave it out of log.")
 
@@ -109,11 +101,7 @@ def _tensorboard(out: Path, first: int) -> Board:
 
 
 def _weights_and_biases(out: Path, first: int, settings: Mapping[str, Any]) -> Board:
-    """A run of W&B, which goes on when training does: OUT/wandb-id names it. Project: $WANDB_PROJECT, else outrider.
-
-    Raises:
-        ValueError: W&B refuses to begin it.
-    """
+    """A run of W&B, which goes on when training does: OUT/wandb-id names it. Project: $WANDB_PROJECT, else outrider."""
     import wandb  # here: an optional dependency
 
     name = out / "wandb-id"
@@ -206,11 +194,7 @@ Groups = dict[str, list[dict[str, Any]]]
 
 
 def _entry(path: Path, line: str) -> dict[str, Any]:
-    """An entry of metrics.jsonl.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """An entry of metrics.jsonl; ValueError for other lines."""
     with suppress(ValueError):
         found = parse_json(line)
         if isinstance(found, dict) and isinstance(found.get("step"), int) and isinstance(found.get("group"), str):

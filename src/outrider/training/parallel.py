@@ -172,11 +172,7 @@ def draft_layers(drafter: DraftModule) -> list[nn.Module]:
 
 
 def check_layers(drafter: DraftModule, recipe: Recipe) -> None:
-    """Refuse checkpointing and compiling by layer where there are no layers, and compiling for a CPU.
-
-    Raises:
-        ValueError: the recipe asks for it.
-    """
+    """Refuse checkpointing and compiling by layer where there are no layers, and compiling for a CPU."""
     stacked, wished = bool(draft_layers(drafter)), bool(recipe.compile)
     compilable = not wished or usable_device(recipe.device).type == "cuda"
     kind = f"a drafter of kind {drafter.algorithm}"

@@ -251,9 +251,6 @@ def read_fields(
         kind: what messages call the file.
         needs: the fields that it must have, for messages.
         flat: as in `apply_override`.
-
-    Raises:
-        ValueError: unreadable YAML, unknown or invalid fields, or a malformed override.
     """
     raw = read_yaml(path)
     if not isinstance(raw, dict):

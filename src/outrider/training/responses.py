@@ -45,7 +45,11 @@ class ResponseJob:
         """
         base = load_recipe(config.recipe, config.overrides) if config.recipe else None
         fields = {**(base.data.model_dump() if base else {}), **_given(config)}
-        target = config.target or (base.target if base else None)
+
+        def chosen(name: str, default: Any) -> Any:
+            return getattr(base, name, default) if getattr(config, name) is None else getattr(config, name)
+
+        target = chosen("target", None)
         path = config.out or (responses_path(base) if base else None)
         if target is None or path is None or not fields.get("prompts"):
             missing = "--target" if target is None else "--out" if path is None else "--prompts"
@@ -63,10 +67,10 @@ class ResponseJob:
             data,
             target,
             path,
-            seed=config.seed if config.seed is not None else base.seed if base else 0,
-            device=config.device or (base.device if base else "auto"),
+            seed=chosen("seed", 0),
+            device=chosen("device", "auto"),
             precision=base.precision if base else "auto",
-            threads=config.threads or (base.threads if base else None),
+            threads=chosen("threads", None),
         )
 
     def load(self, say: Say) -> tuple[Chat, Target | None]:

@@ -68,11 +68,7 @@ class SavedRun:
 
     @staticmethod
     def of(recipe: Recipe) -> SavedRun:
-        """Read it, and check what would fail after hours: output directory, boards, prompt files.
-
-        Raises:
-            ValueError: one of them cannot be used.
-        """
+        """Read it, and check what would fail after hours: output directory, boards, prompt files."""
         check_outputs(Path(recipe.out))
         check_boards(recipe.log)
         state = saved_run(recipe)
@@ -124,11 +120,7 @@ def load_for_store(recipe: Recipe, device: torch.device, say: Say, writes: bool 
 
 
 def shards_to_write(config: WriteFeaturesConfig, shards: Sequence[object]) -> list[int]:
-    """The numbers of this process's shards.
-
-    Raises:
-        ValueError: `config.only` names none of the store's.
-    """
+    """The numbers of this process's shards."""
     beyond = [number for number in config.only if not 0 <= number < len(shards)]
     if beyond:
         raise ValueError(f"--only {beyond[0]}: the store has the shards 0 to {len(shards) - 1}.")
@@ -137,11 +129,7 @@ def shards_to_write(config: WriteFeaturesConfig, shards: Sequence[object]) -> li
 
 
 def check_store_size(config: WriteFeaturesConfig, directory: Path, needed: int) -> None:
-    """Refuse a store that is larger than somebody expects.
-
-    Raises:
-        ValueError: it does not fit the disk, or is above the limit without `config.yes`.
-    """
+    """Refuse a store that is larger than somebody expects."""
     check_store_space(directory, needed)
     limit = min(_LIMIT_GB * 2**30, _FREE_SHARE * free_bytes(directory))
     limit = limit if config.limit_gb is None else config.limit_gb * 2**30

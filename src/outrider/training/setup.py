@@ -244,11 +244,7 @@ def _check_drafter(recipe: Recipe, target: Target, drafter: DraftModule) -> None
 
 
 def begin(recipe: Recipe, target: Target) -> Start:
-    """The drafter that a recipe asks for, before its samples are known: a mistake here does not cost the responses.
-
-    Raises:
-        ValueError: the drafter cannot be what the recipe asks for.
-    """
+    """The drafter that a recipe asks for, before its samples are known: a mistake here does not cost the responses."""
     torch.manual_seed(recipe.seed)
     if recipe.start_from is not None:
         start = load_start(recipe, target)

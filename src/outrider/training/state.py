@@ -104,11 +104,7 @@ _MEMORY = {"best": float, "best_step": int, "mark": float, "failed": int}  # of 
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """Read `step`, `threads`, `settings` and `watch` of a saved state; {} if there is none.
-
-    Raises:
-        ValueError: state.json is damaged.
-    """
+    """Read `step`, `threads`, `settings` and `watch` of a saved state; {} if there is none."""
     recover_interrupted_write(directory)
     path = directory / "state.json"
     if not path.is_file():
@@ -128,11 +124,7 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 
 def check_settings(directory: Path, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse to resume a run with other settings.
-
-    Raises:
-        ValueError: some of `settings` differ; both values of each are named.
-    """
+    """Refuse to resume a run with other settings."""
     different = list(_differences(stored, settings))
     if different:
         raise ValueError(

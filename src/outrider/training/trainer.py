@@ -282,7 +282,7 @@ class Trainer:
             self._check_finite("gradient norm", norm, step)
             self.optimizer.step()
             drafter.after_step(self.ranks.sum)
-        self.meters.count_step()
+        self.meters.steps += 1
         return StepReport(loss, agreement / positions, acceptance / positions, gradient_norm=norm, stop=signals > 0)
 
     def _check_finite(self, what: str, value: float, step: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from outrider.data.responses import Sample
 from outrider.decoding.generate import acceptance, generate
-from outrider.decoding.request import Output, StopRules
+from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights, DraftModule
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
@@ -99,10 +100,6 @@ def first_prompts(samples: Sequence[Sample], count: int) -> list[list[int]]:
 _PLAIN_TOKENS = 24  # decoded without drafts, to know what a plain round costs
 
 
-def _round_seconds(rounds: Sequence[Output]) -> float:
-    return sum(r.seconds for r in rounds) / len(rounds)
-
-
 @torch.no_grad()
 def decode_check(
     drafter: DraftModule,
@@ -130,12 +127,13 @@ def decode_check(
     rounds = [r for generation in decoded for r in generation.rounds]
     tokens = sum(len(generation.tokens) for generation in decoded)
     tau, conditional, _ = acceptance(rounds, drafter.config.gamma)
+    round_seconds, plain_seconds = (fmean(r.seconds for r in each) for each in (rounds, plain.rounds))
     figures: dict[str, float] = {
         "tau": tau,
         "rounds": len(rounds),
         "tokens": tokens,
         "tokens_per_second": tokens / sum(generation.seconds for generation in decoded),
-        "break_even": max(1.0, _round_seconds(rounds) / _round_seconds(plain.rounds)),  # less is a noisy clock
+        "break_even": max(1.0, round_seconds / plain_seconds),  # less is a noisy clock
     }
     figures |= {f"conditional_acceptance_{k}": c for k, c in enumerate(conditional, 1) if c is not None}
     return {**figures, "seconds": time.perf_counter() - started}
