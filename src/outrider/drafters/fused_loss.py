@@ -145,7 +145,7 @@ def fused_loss(
         indices_Nc, logits_Nc, log_target_Nc = map(torch.cat, zip(*likeliest, strict=True))
         logits_Nc = _KnownLogits.apply(logits.hidden_NH, logits_Nc, head, indices_Nc)
         candidates = Candidates(indices_Nc, logits_Nc, log_target_Nc)
-    return FusedLoss(loss, acceptance_probability(distance), agreement.float(), candidates)
+    return FusedLoss(loss, acceptance_probability(distance), agreement.float(), candidates=candidates)
 
 
 @torch.no_grad()

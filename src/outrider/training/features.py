@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -246,28 +246,22 @@ def step_features(
     While it is open nobody else may use `source`. An exception met while fetching is raised by the `next` that would
     have returned those features.
     """
-    if not source.background:
-        yield _fetched_here(source, iter(steps), ahead)
-        return
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="features")
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="features") if source.background else None
     try:
-        yield _fetched_by(thread, source, iter(steps), ahead=ahead)
+        yield _fetched(source, iter(steps), ahead, thread=thread)
     finally:
-        thread.shutdown(cancel_futures=True)
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
 
 
-def _fetched_by(
-    thread: ThreadPoolExecutor, source: FeatureCache, steps: Iterator[Sequence[int]], ahead: int
+def _fetched(
+    source: FeatureCache, steps: Iterator[Sequence[int]], ahead: int, thread: ThreadPoolExecutor | None
 ) -> Iterator[list[Features]]:
-    coming = deque(thread.submit(source.gather, indices) for indices in islice(steps, ahead))
-    while coming:
-        coming.extend(thread.submit(source.gather, indices) for indices in islice(steps, 1))
-        yield coming.popleft().result()
+    def begin(count: int) -> Iterator[tuple[Sequence[int], Future[list[Features]] | None]]:
+        return ((now, thread.submit(source.gather, now) if thread else None) for now in islice(steps, count))
 
-
-def _fetched_here(source: FeatureCache, steps: Iterator[Sequence[int]], ahead: int) -> Iterator[list[Features]]:
-    coming = deque(islice(steps, ahead))
+    coming = deque(begin(ahead))
     while coming:
-        coming.extend(islice(steps, 1))
-        now = coming.popleft()
-        yield source.gather(now, [index for indices in coming for index in indices])
+        coming.extend(begin(1))
+        now, fetched = coming.popleft()
+        yield fetched.result() if fetched else source.gather(now, [i for indices, _ in coming for i in indices])

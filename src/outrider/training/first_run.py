@@ -262,7 +262,10 @@ class FirstRun:
         Raises:
             ValueError: the weights are not here, or too large for this machine: there is nothing to measure.
         """
-        check_memory(resolve_model(self.plan.chat.name, download=False))
+        files = resolve_model(self.plan.chat.name, download=False).glob("*.safetensors")
+        weights, free = sum(file.stat().st_size for file in files), free_memory_bytes()
+        if 2 * weights > free:  # bfloat16 becomes float32 on a CPU
+            raise ValueError(f"weights of {weights / 2**30:.1f} GB, {free / 2**30:.1f} GB of memory free")
         recipe = load_recipe(self.recipe)
         device = usable_device(recipe.device)
         say(f"loading {recipe.target}")
@@ -311,13 +314,6 @@ def _read(prompts: tuple[str, ...]) -> list[Conversation]:
     if prompts:
         return [conversation for source in prompts for conversation in islice(iterate_prompts(source), _MOST)]
     return [conversation.first_turns(1) for name in PACKAGED for conversation in iterate_prompts(name)]
-
-
-def check_memory(directory: Path) -> None:
-    """Refuse weights that would not fit the memory as float32."""
-    weights, free = sum(file.stat().st_size for file in directory.glob("*.safetensors")), free_memory_bytes()
-    if 2 * weights > free:  # bfloat16 becomes float32 on a CPU
-        raise ValueError(f"weights of {weights / 2**30:.1f} GB, {free / 2**30:.1f} GB of memory free")
 
 
 def offer_name(offer: Offer) -> str:

@@ -163,7 +163,7 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         if self.active:
             self.file.close()
-            for _, close in self.boards:
+            for _write, close in self.boards:
                 close()
 
 

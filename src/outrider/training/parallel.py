@@ -102,12 +102,6 @@ class Ranks:
         dist.all_gather_object(found, mine)
         return found
 
-    def copy_from_main(self, tensors: list[Tensor]) -> None:
-        """Broadcast tensors from the main rank, in place."""
-        if self.grouped:
-            for tensor in tensors:
-                dist.broadcast(tensor.detach(), src=0)
-
     def wait(self) -> None:
         """Barrier: the host waits, too, which under NCCL it would not do for the sum alone."""
         self.sum(torch.zeros((), device=self.device)).item()
@@ -212,7 +206,8 @@ class ParallelStep:
 
     def __init__(self, drafter: DraftModule, objective: BlockObjective, recipe: Recipe, ranks: Ranks) -> None:
         self.ranks = ranks
-        ranks.copy_from_main([*drafter.parameters(), *drafter.buffers()])
+        for tensor in (*drafter.parameters(), *drafter.buffers()) if ranks.grouped else ():
+            dist.broadcast(tensor.detach(), src=0)
         compiling = compiles(drafter, recipe, ranks.device)
         device = ranks.device.type
         by_shape = device == "cuda" or (device == "cpu" and objective.products == torch.bfloat16)
