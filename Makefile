@@ -91,7 +91,7 @@ soak: $(READY)
 # Broken versions of the code, each of which some test must notice. About an hour on two cores; it goes on where it was
 # interrupted (runs/mutants.jsonl).
 mutants: $(READY)
-	$(BIN)/python -m tests.mutants.run --jobs $(JOBS) --table docs/results/mutants.md
+	$(BIN)/python -m tests.mutants.run --jobs $(JOBS)
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks docs/site
