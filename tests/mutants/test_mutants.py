@@ -43,7 +43,7 @@ def tree(place: Path) -> Path:
     files = {
         "pytest.ini": "[pytest]\naddopts = --import-mode=importlib\n",
         "src/outrider/__init__.py": "",
-        "src/outrider/rules.py": "def one(x):\n    return x + 1\n\n\ndef two(x):\n    y = x\n    return y\n\n\nTHREE = 3\n",
+        "src/outrider/rules.py": "THREE = 3\ndef one(x):\n    return x + 1\ndef two(x):\n    y = x\n    return y\n",
         "tests/test_one.py": "from outrider.rules import one\ndef test_one(): assert one(1) == 2\n",
         "tests/test_three.py": "import outrider.rules as r\ndef test_three(): assert r.THREE == 3\n",
         "tests/test_wrong.py": "def test_wrong(): assert False\n",
@@ -57,7 +57,7 @@ def tree(place: Path) -> Path:
 def test_an_edit_needs_exactly_one_place(tmp_path: Path) -> None:
     root = tree(tmp_path)
     for where, old in (("one", "x - 1"), ("four", "x"), ("two", "y")):
-        with pytest.raises(ValueError, match="^m: "):
+        with pytest.raises(ValueError, match=r"^m: "):
             Mutant("m", "", "", where, old, "z").applied(root)
     assert "THREE = 4" in Mutant("m", "", "", "THREE", "3", "4").applied(root)[1]
     assert "y = x" not in Mutant("m", "", "", "two", "y = x", "").applied(root)[1]

@@ -40,8 +40,10 @@ from outrider.checkpoints.registry import Export
 from outrider.drafters.base import DrafterWeights
 
 CALIBRATION_FILE, TABLE_FILE = "confidence_sts.json", "sps_table.json"
-_IN_SECTION = ("block_size", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type")
-_IN_SECTION += ("enable_confidence_head", "confidence_head_with_markov")
+_IN_SECTION = (
+    *("block_size", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type"),
+    *("enable_confidence_head", "confidence_head_with_markov"),
+)
 
 
 class SGLang(ExternalEngine):

@@ -98,7 +98,8 @@ class Server:
 
     async def tokens_of_text(self, text: str, special: bool = True) -> list[int]:
         """A prompt's tokens, without chat template."""
-        return list((await self._in_thread(partial(self.tokenizer, text, add_special_tokens=special)))["input_ids"])
+        encoded = await self._in_thread(lambda: self.tokenizer(text, add_special_tokens=special))
+        return list(encoded["input_ids"])
 
     async def tokens_of_chat(
         self, request: ChatRequest | TokenizeRequest, tools: Sequence[dict[str, Any]]

@@ -183,7 +183,7 @@ def write_answer(path: Path, target: DecodingTarget, chunks: Sequence[Output], s
         final = chunk.finish is not None
         rounds.append(trace_json(chunk.trace, text, lambda id: str(tokenizer.decode([id])), final=final))
     choice = {"index": 0, "text": "".join(chunk.text for chunk in chunks), "finish_reason": chunks[-1].finish}
-    answer = {"object": "generation", "model": target.name, "choices": [choice | {"trace": rounds}]}
+    answer: dict[str, Any] = {"object": "generation", "model": target.name, "choices": [choice | {"trace": rounds}]}
     answer |= {"settings": dict(settings), "machine": machine(), "versions": versions()}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(answer, ensure_ascii=False, indent=1) + "\n")
