@@ -233,8 +233,7 @@ def block_hidden(self, sessions, anchors):
     rows, lengths = self.config.block_size, [session.length for session in sessions]
     tokens = self.module.block_tokens(torch.tensor(anchors))
     rope = tuple(x.unflatten(0, tokens.shape) for x in self.rope([n + k + 1 for n in lengths for k in range(rows)]))
-    source = module.CachedKeys(sessions, lengths, [rows] * len(sessions))
-    return self.module.blocks(self.embed(tokens), rope, source)
+    return self.module.blocks(self.embed(tokens), rope, self.caches.source(sessions, rows))
 
 module.BlockDrafter.block_hidden = block_hidden
 """

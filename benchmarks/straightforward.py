@@ -14,8 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.drafters.dflash import DFlash, DraftLayer
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.layers import Attention, AttentionPattern, rope_table
+from outrider.drafters.layers import Attention, AttentionPattern
 from outrider.drafters.loss import ObjectiveConfig
+from outrider.drafters.rope import rope_table
 from outrider.target.fused import rotate
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch

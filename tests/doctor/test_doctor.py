@@ -32,6 +32,7 @@ from outrider.data.responses import Reply, read_responses
 from outrider.doctor.checkpoints import CHECKS, Inputs, examine, read_data, read_drafter
 from outrider.doctor.evidence import Check, Finding, verdict
 from outrider.drafters.config import mask_token_id
+from outrider.drafters.rope import Rope, rope_table
 from outrider.target.fused import rotate
 from outrider.target.model import Target, load_target
 from tests.toys.alphabets import AUX_LAYERS, TEMPLATE, decode, toy_tokenizer, write_responses
@@ -276,12 +277,12 @@ def test_a_leaking_mask(healthy: Path, target: Target, monkeypatch: pytest.Monke
     assert "visibility by index" in findings["leak"].meaning
 
 
-def drops_context(self: packed.DFlash, aux_TLD: Tensor, rope: attention.Rope) -> list[tuple[Tensor, Tensor]]:
+def drops_context(self: packed.DFlash, aux_TLD: Tensor, rope: Rope) -> list[tuple[Tensor, Tensor]]:
     return FEATURES(self, torch.zeros_like(aux_TLD), rope)
 
 
-def shifted_features(self: packed.DFlash, aux_TLD: Tensor, rope: attention.Rope) -> list[tuple[Tensor, Tensor]]:
-    turn = attention.rope_table(torch.tensor([4]), self.config.head_dim, self.config.rope_theta)
+def shifted_features(self: packed.DFlash, aux_TLD: Tensor, rope: Rope) -> list[tuple[Tensor, Tensor]]:
+    turn = rope_table(torch.tensor([4]), self.config.head_dim, self.config.rope_theta)
     return [(rotate(keys, *turn), values) for keys, values in FEATURES(self, aux_TLD, rope)]
 
 

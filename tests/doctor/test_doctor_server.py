@@ -49,8 +49,10 @@ from outrider.drafters.base import DrafterWeights
 from outrider.drafters.cache import CachedKeys
 from outrider.drafters.dflash import BlockDrafter, DraftLayer
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.layers import Attention, rope_table, rotate
+from outrider.drafters.layers import Attention
 from outrider.drafters.medusa import Medusa, MedusaConfig
+from outrider.drafters.rope import rope_table
+from outrider.target.fused import rotate
 from outrider.target.model import Target, load_target
 from tests.toys.alphabets import TEMPLATE, alphabet, toy_tokenizer
 from tests.toys.command_line import Run

@@ -30,7 +30,8 @@ from outrider.checkpoints.registry import Method
 from outrider.drafters.base import BlockInputs, Drafter, DraftRows
 from outrider.drafters.cache import CachedKeys, DraftSession, serving_mask
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig
-from outrider.drafters.layers import EVERYTHING, Attention, AttentionPattern, BlockLayout, block_attention, rope_table
+from outrider.drafters.layers import EVERYTHING, Attention, AttentionPattern, BlockLayout, block_attention
+from outrider.drafters.rope import rope_table
 from outrider.drafters.target_weights import copy_target_layers
 from outrider.target.model import Target, full_tensor
 

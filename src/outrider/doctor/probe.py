@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from torch import Tensor
 from outrider.data.responses import Sample
 from outrider.drafters.base import DrafterWeights, DraftModule
 from outrider.drafters.config import mask_token_id
-from outrider.drafters.dflash import DFlash, DraftLayer
 from outrider.drafters.layers import BlockLayout
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
@@ -174,9 +173,10 @@ class Probe:
         drafter.config = replace(drafter.config, **variant.config)
         if "is_causal" in variant.config or "sliding_window" in variant.config:  # layers hold their attention pattern
             drafter = copy.deepcopy(drafter)
-            patterns = cast(DFlash, drafter).config.attention_patterns
-            for layer, pattern in zip(cast(DFlash, drafter).layers, patterns, strict=True):
-                cast(DraftLayer, layer).self_attn.pattern = pattern
+            backbone = drafter.block_backbone()
+            assert backbone is not None, "only DFlash's fields are is_causal and sliding_window"
+            for attention, pattern in zip(backbone.attentions, backbone.config.attention_patterns, strict=True):
+                attention.pattern = pattern
         return drafter
 
     @torch.no_grad()

@@ -38,9 +38,10 @@ from outrider.backends.base import Counts, Round
 from outrider.data.responses import Sample
 from outrider.doctor.probe import Probe, Variant, neighbouring_layers, other_bases, other_masks, other_orders
 from outrider.drafters.base import DrafterWeights, DraftModule
-from outrider.drafters.dflash import DFlash, DraftLayer
+from outrider.drafters.dflash import DFlash
 from outrider.drafters.fused_loss import HeadProducts
-from outrider.drafters.layers import Attention, Rope
+from outrider.drafters.layers import Attention
+from outrider.drafters.rope import Rope
 from outrider.target.model import Target
 
 Floats = NDArray[np.float64]
@@ -404,8 +405,7 @@ def _without_biases(drafter: DraftModule) -> None:
 @_on_a_copy
 def _interleaved(drafter: DFlash) -> None:
     """Rotating neighbours is rotating halves of heads whose even dimensions come first, in queries and keys alike."""
-    for layer in drafter.layers:
-        attention = cast(DraftLayer, layer).self_attn
+    for attention in drafter.attentions:
         size = attention.head_dim
         order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2)))
         for projection, name in ((attention.q_proj, "q_norm"), (attention.k_proj, "k_norm")):
@@ -432,7 +432,7 @@ def _rounded_rows(matrix: Tensor) -> Tensor:
 
 @_on_a_copy
 def _with_first_norm(drafter: DFlash) -> None:
-    attentions: list[Any] = [cast(DraftLayer, layer).self_attn for layer in drafter.layers]
+    attentions: list[Any] = drafter.attentions
     for attention in attentions[1:]:
         attention.keys_values = partial(_first_normed, attention, Attention.keys_values, attentions[0].k_norm)
 

@@ -25,8 +25,9 @@ from outrider.drafters.config import DrafterConfig
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.fused_loss import DraftLogits, Supervision, fused_loss, label_probabilities
 from outrider.drafters.heads import ConfidenceHead, VanillaMarkov
-from outrider.drafters.layers import BlockLayout, RopeTables
+from outrider.drafters.layers import BlockLayout
 from outrider.drafters.loss import DraftLoss
+from outrider.drafters.rope import RopeTables
 from outrider.sampling import Constraint, PositionNoise, RandomSource, SamplingParams, SeenTokens, constrained
 from outrider.target.linear import Packable, PackedLinear, pack
 from outrider.target.model import DecodingTarget, Target

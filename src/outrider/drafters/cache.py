@@ -87,8 +87,8 @@ class DraftSession:
     def rows(self, layer: int, positions_T: Ints) -> Ints:
         """Rows of the pool where a layer's keys of these positions are."""
         slots_T = positions_T % self.slots[layer]
-        found: Ints = self.pages[slots_T // _PAGE] * _PAGE + slots_T % _PAGE
-        return found
+        rows_T: Ints = self.pages[slots_T // _PAGE] * _PAGE + slots_T % _PAGE
+        return rows_T
 
 
 def serving_mask(
@@ -157,6 +157,29 @@ class CachedKeys:
         return self._masks[pattern]
 
 
+class RequestCaches:
+    """Keys and values of the requests of a block drafter on a CPU: each request has caches of its own."""
+
+    def __init__(self, config: LayerConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+
+    def session(self, slots: Sequence[int]) -> DraftSession:
+        """An empty session of so many slots in each layer."""
+        return DraftSession([DraftKV(self.config, count, self.device) for count in slots])
+
+    def append(
+        self, sessions: Sequence[DraftSession], counts: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Write keys and values [T, G, E] of new tokens, layer by layer, after the committed ones."""
+        for i, (k, v) in enumerate(layers):
+            for session, keys, values in zip(sessions, k.split(counts), v.split(counts), strict=True):
+                session.caches[i].write(session.length, keys, values)
+
+    def source(self, sessions: Sequence[DraftSession], rows: int) -> CachedKeys:
+        """The key source of drafts of so many rows a request."""
+        return CachedKeys(sessions, [session.length for session in sessions], [rows] * len(sessions))
+
+
 # ----------------------------------------------------------------------------
 # On a GPU the keys of all requests of a block drafter are in one tensor a layer, in pages: the new rows of all requests
 # are written by one copy and attend by one call, as in target/graphs.py.
@@ -202,18 +225,29 @@ class DraftPool:
             self.layers = [F.pad(pool, (0, 0, 0, more * _PAGE)) for pool in self.layers]
         self._free += reversed(range(there, there + more))
 
+    def append(
+        self, sessions: Sequence[DraftSession], counts: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Write keys and values [T, G, E] of new tokens, layer by layer, after the committed ones."""
+        for i, ((k, v), (rows_T, kept_T)) in enumerate(zip(layers, self.rows_of(sessions, counts), strict=True)):
+            self.write(i, rows_T, keys_values=(k, v) if kept_T is None else (k[kept_T], v[kept_T]))
+
+    def source(self, sessions: Sequence[DraftSession], rows: int) -> PooledKeys:
+        """The key source of drafts of so many rows a request."""
+        return PooledKeys(self, sessions, rows)
+
     def write(self, layer: int, rows_T: Tensor, *, keys_values: tuple[Tensor, Tensor]) -> None:
         """Put keys and values of tokens, [T, G, E] each, into these rows."""
         self.layers[layer].index_copy_(2, rows_T, torch.stack(keys_values).transpose(1, 2))
 
     def rows_of(self, sessions: Sequence[DraftSession], counts: Sequence[int]) -> list[tuple[Tensor, Tensor | None]]:
-        """Layer by layer, where new tokens behind the committed ones belong, and which of the new ones these are.
+        """Rows of the pool for new tokens after the committed ones, layer by layer, and which tokens these are.
 
-        Of more than a layer has slots, only the last: the others would be overwritten. None: all of them.
+        If there are more than a layer has slots, the last: the others would be overwritten. None: all of them.
         """
-        found: dict[AttentionPattern, tuple[Tensor, Tensor | None]] = {}
+        rows_of: dict[AttentionPattern, tuple[Tensor, Tensor | None]] = {}
         for layer, pattern in enumerate(self.patterns):
-            if pattern in found:
+            if pattern in rows_of:
                 continue
             rows, kept, first = [], [], 0
             for session, count in zip(sessions, counts, strict=True):
@@ -223,8 +257,8 @@ class DraftPool:
                 kept.append(np.arange(first - few, first))
             rows_T = np.concatenate(rows)
             kept_T = None if len(rows_T) == first else on_device(torch.from_numpy(np.concatenate(kept)), self.device)
-            found[pattern] = on_device(torch.from_numpy(rows_T), self.device), kept_T
-        return [found[pattern] for pattern in self.patterns]
+            rows_of[pattern] = on_device(torch.from_numpy(rows_T), self.device), kept_T
+        return [rows_of[pattern] for pattern in self.patterns]
 
 
 class PooledKeys:

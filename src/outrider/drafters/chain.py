@@ -1,4 +1,4 @@
-"""The sampling chain: draw draft tokens left to right, for any number of requests at once.
+"""The sampling chain draws draft tokens left to right, for any number of requests at once.
 
     anchor -> x_1 -> x_2 -> ... -> x_K,   x_k ~ p_k = warp(U_k + W2 l_k),   c_k = sigmoid(s_k / T_k + b_k)
 
@@ -112,17 +112,20 @@ def sample_chain(
             on a GPU once for those with a constraint and once for the others.
         min_confidence: compared with the confidences that are handed over, after the temperatures.
     """
+    # The chain is written twice. This file's reads each position before the next: it stops early, which on a CPU saves
+    # products with the vocabulary, and constraints need the tokens. On a GPU every read makes the host wait, and a step
+    # may wait 5 times (tests/gpu/test_decoding.py): drafters/chain_gpu.py draws all positions and reads once.
     free = [r for r, call in enumerate(calls) if hidden_RKH.is_cuda and call.constraint is None]
-    found: dict[int, Draft] = {}
+    drafts: dict[int, Draft] = {}
     for members, sample in ((free, sample_on_gpu), ([r for r in range(len(calls)) if r not in free], _sample_block)):
         if members:
             own_RKH = hidden_RKH
             if len(members) < len(calls):
                 own_RKH = hidden_RKH[on_device(members, hidden_RKH.device)]
             own = [calls[r] for r in members]
-            drafts = sample(base_logits, own_RKH, own, heads=heads, min_confidence=min_confidence)
-            found.update(zip(members, drafts, strict=True))
-    return [found[r] for r in range(len(calls))]
+            sampled = sample(base_logits, own_RKH, own, heads=heads, min_confidence=min_confidence)
+            drafts.update(zip(members, sampled, strict=True))
+    return [drafts[r] for r in range(len(calls))]
 
 
 def _sample_block(

@@ -20,6 +20,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -39,7 +40,7 @@ from outrider.drafters.base import (
     capped,
     longest_draft,
 )
-from outrider.drafters.cache import CachedKeys, DraftKV, DraftPool, DraftSession, PooledKeys
+from outrider.drafters.cache import DraftPool, DraftSession, RequestCaches
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.config import (
     Count,
@@ -51,18 +52,10 @@ from outrider.drafters.config import (
     mask_token_id,
 )
 from outrider.drafters.draft import Draft, TreeSize
-from outrider.drafters.layers import (
-    Attention,
-    AttentionPattern,
-    BlockLayout,
-    KeySource,
-    Rope,
-    SwiGLU,
-    block_attention,
-    rope_table,
-)
+from outrider.drafters.layers import Attention, AttentionPattern, BlockLayout, KeySource, SwiGLU, block_attention
+from outrider.drafters.rope import Rope, rope_table
 from outrider.drafters.target_weights import copy_target_layers, layer_shapes
-from outrider.drafters.trees import BlockTreeDrafter, most_nodes
+from outrider.drafters.trees import BlockTreeDrafter
 from outrider.target.kernels import LayerKernels, Norms
 from outrider.target.linear import Packable
 from outrider.target.model import Target, full_tensor
@@ -276,15 +269,14 @@ class DraftLayer(Packable):
 
     def after_packing(self) -> None:
         attention, mlp = self.self_attn, self.mlp
-        heads = attention.matrices["q_proj", "k_proj", "v_proj"]
-        packed = (
-            heads,
+        linears = (
+            attention.matrices["q_proj", "k_proj", "v_proj"],
             attention.matrices["o_proj",],
             mlp.matrices["gate_proj", "up_proj"],
             mlp.matrices["down_proj",],
         )
-        qkv, o, gate_up, down = (linear.matrix for linear in packed)
-        if qkv is None or o is None or gate_up is None or down is None:
+        matrices = [linear.matrix for linear in linears if linear.matrix is not None]
+        if len(matrices) < len(linears):
             return
         norms = Norms(
             input=self.input_layernorm.weight,
@@ -293,22 +285,14 @@ class DraftLayer(Packable):
             k=attention.k_norm.weight,
             eps=float(self.input_layernorm.eps or 0.0),
         )
-        q, k, _ = (width // attention.head_dim for width in heads.widths)
-        self.kernels = LayerKernels(qkv, o, gate_up, down=down, norms=norms, heads=(q, k))
+        q, k, _ = (width // attention.head_dim for width in linears[0].widths)
+        self.kernels = LayerKernels(*matrices, norms=norms, heads=(q, k))
 
     def forward(self, x_NKH: Tensor, rope: Rope, source: KeySource) -> Tensor:
         if self.kernels is None:
             x_NKH = x_NKH + self.self_attn(self.input_layernorm(x_NKH), rope, source)
             return x_NKH + self.mlp(self.post_attention_layernorm(x_NKH))
-        E, (H, K) = self.self_attn.head_dim, self.kernels.heads
-        hidden_XH = x_NKH.flatten(0, -2).clone()  # the kernels add to it
-        cos_XE, sin_XE = (table.expand(*x_NKH.shape[:-1], 1, E).reshape(-1, E) for table in rope)
-        parts = self.kernels.before_attention(hidden_XH, cos_XE, sin_XE)
-        queries_keys, v = (part.unflatten(0, x_NKH.shape[:-1]) for part in parts)
-        heads = [*queries_keys.split((H, K), dim=-2), v]
-        attended = source.attend(self.self_attn, *heads)
-        self.kernels.after_attention(attended.reshape(-1, H * E), hidden_XH)
-        return hidden_XH.view(x_NKH.shape)
+        return self.kernels.around(partial(source.attend, self.self_attn), x_NKH, rope)
 
 
 class DFlash(DraftModule):
@@ -336,6 +320,11 @@ class DFlash(DraftModule):
     def make_layer(config: Any, index: int) -> DraftLayer:
         """A fresh layer of the backbone."""
         return DraftLayer(config, index)
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer."""
+        return [layer.self_attn for layer in self.layers if isinstance(layer, DraftLayer)]
 
     def context(self, aux_SLT: Tensor) -> Tensor:
         """Features of committed tokens [S, L, T] -> H_ctx [S, H]."""
@@ -365,8 +354,7 @@ class DFlash(DraftModule):
     def context_keys_values(self, aux_SLT: Tensor, rope: Rope) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [S, G, E] of committed tokens, per layer; packed, all layers' projections are one product."""
         outputs = self.outputs(self.context(aux_SLT), *self.context_projections)
-        attentions = [layer.self_attn for layer in self.layers if isinstance(layer, DraftLayer)]
-        parts = zip(attentions, outputs[::2], outputs[1::2], strict=True)
+        parts = zip(self.attentions, outputs[::2], outputs[1::2], strict=True)
         return [attention.keys_values(k, v, rope) for attention, k, v in parts]
 
     def block_tokens(self, anchors_N: Tensor) -> Tensor:
@@ -433,7 +421,9 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         config = weights.config
         self.head = capped(self.head, config.output_multiplier, config.final_logit_softcapping)
         pooled = self.pools and self.device.type == "cuda"
-        self.pool = DraftPool(config, config.attention_patterns, self.device) if pooled else None
+        self.caches = (
+            DraftPool(config, config.attention_patterns, self.device) if pooled else RequestCaches(config, self.device)
+        )
 
     def of_length(self, gamma: int) -> BlockDrafter:
         """The same weights with blocks of `gamma` drafts, sessions in common; fewer than its own."""
@@ -446,9 +436,7 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         """Empty draft KV caches for one request of at most `capacity` committed tokens, or a layer's window of them."""
         config, rows = self.config, self.config.block_size
         seen = [capacity if p.window is None else min(capacity, p.window - 1) for p in config.attention_patterns]
-        if self.pool is not None:
-            return self.pool.session([count + rows for count in seen])
-        return DraftSession([DraftKV(config, count + rows, self.device) for count in seen])
+        return self.caches.session([count + rows for count in seen])
 
     def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         """Append the features of newly committed tokens (raw aux hidden states [T, L, H], session after session)."""
@@ -456,28 +444,17 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         counts = [len(part) for part in tokens]
         starts = [session.length for session in sessions]
         rope = self.rope([i for s, n in zip(starts, counts, strict=True) for i in range(s, s + n)])
-        rows = [] if self.pool is None else self.pool.rows_of(sessions, counts)
-        for i, (k, v) in enumerate(self.module.context_keys_values(aux_TLD.float(), rope)):
-            if self.pool is not None:
-                places_T, kept_T = rows[i]
-                k, v = (k, v) if kept_T is None else (k[kept_T], v[kept_T])
-                self.pool.write(i, places_T, keys_values=(k, v))
-                continue
-            for session, keys, values in zip(sessions, k.split(counts), v.split(counts), strict=True):
-                session.caches[i].write(session.length, keys, values)
+        self.caches.append(sessions, counts, self.module.context_keys_values(aux_TLD.float(), rope))
         for session, count in zip(sessions, counts, strict=True):
             session.length += count
 
     def block_hidden(self, sessions: Sequence[DraftSession], anchors: Sequence[int]) -> Tensor:
         """One block pass: normed hidden states of the prediction rows, [R, gamma, H]. No cache grows."""
         K, lengths = self.config.block_size, [session.length for session in sessions]
-        source: KeySource = CachedKeys(sessions, lengths, [K] * len(sessions))
-        if self.pool is not None:
-            source = PooledKeys(self.pool, sessions, K)
         tokens_RK = self.module.block_tokens(on_device(anchors, self.device))
         cos_NE, sin_NE = self.rope([length + k for length in lengths for k in range(K)])
         rope = cos_NE.unflatten(0, tokens_RK.shape), sin_NE.unflatten(0, tokens_RK.shape)
-        return self.module.blocks(self.embed(tokens_RK), rope, source)
+        return self.module.blocks(self.embed(tokens_RK), rope, self.caches.source(sessions, K))
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
@@ -506,10 +483,4 @@ class DFlashDrafter(BlockDrafter):
         Raises:
             ValueError: its drafts depend on each other, deeper than a block, or more nodes than such a tree ever has.
         """
-        depth = self.gamma if size.depth is None else size.depth
-        top_k = min(BlockTreeDrafter.top_k if size.top_k is None else size.top_k, self.config.draft_vocab_size)
-        if depth > self.gamma:
-            raise ValueError(f"tree {size}: a block has {self.gamma} drafts one after another; ask for less depth.")
-        if size.nodes > (most := most_nodes(depth, top_k)):
-            raise ValueError(f"tree {size}: with depth {depth} and top_k {top_k} there are {most} nodes at most.")
-        return BlockTreeDrafter(self, nodes=size.nodes, depth=depth, top_k=top_k)
+        return BlockTreeDrafter.of_size(self, size)

@@ -38,8 +38,9 @@ from outrider.drafters.config import Count
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig, DraftLayer
 from outrider.drafters.draft import Draft
 from outrider.drafters.fused_loss import Supervision, fused_loss, logit_chunks
-from outrider.drafters.layers import KeySource, Rope
+from outrider.drafters.layers import KeySource
 from outrider.drafters.loss import DraftLoss, reference_loss
+from outrider.drafters.rope import Rope
 
 # ----------------------------------------------------------------------------
 # Grouped dynamic causal convolution: a block row mixes with the rows right before it.

@@ -55,11 +55,10 @@ from outrider.drafters.layers import (
     AttentionPattern,
     BlockLayout,
     KeySource,
-    Rope,
     SwiGLU,
     block_attention,
-    rope_table,
 )
+from outrider.drafters.rope import Rope, rope_table
 from outrider.drafters.target_weights import layer_shapes
 from outrider.target.linear import Packable
 from outrider.target.model import Target

@@ -21,10 +21,10 @@ from outrider.target.linear import Packable
 
 
 class SequentialHead(Protocol):
-    """What the sampling chain asks of a head: the latent l_k of one position after the other."""
+    """The head that the sampling chain calls: it computes the latent l_k of one position after the other."""
 
     def initial_state(self, batch: int) -> Any:
-        """What `step` takes at the first position, of so many requests; None where there is nothing to remember."""
+        """What `step` takes at the first position, of so many requests; None without a state."""
         ...
 
     def step(self, prev_tokens_N: Tensor, hidden_NH: Tensor, state: Any) -> tuple[Tensor | None, Tensor | None, Any]:
@@ -149,14 +149,9 @@ class ConfidenceHead(nn.Module):
         return self.proj(hidden).squeeze(-1)
 
 
-SEQUENTIAL_HEADS: tuple[type[VanillaMarkov], ...] = (VanillaMarkov, GatedMarkov, RNNMarkov)
-
-
 def build_sequential_head(
     kind: str, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int
 ) -> VanillaMarkov:
-    for head in SEQUENTIAL_HEADS:
-        if head.kind == kind:
-            return head(vocab_size, draft_vocab_size, hidden_size, rank)
-    known = ", ".join(head.kind for head in SEQUENTIAL_HEADS)
-    raise ValueError(f"unknown sequential head {kind!r}; choose one of: {known}")
+    """A fresh head of this kind (`markov_head_type`)."""
+    heads = {head.kind: head for head in (VanillaMarkov, GatedMarkov, RNNMarkov)}
+    return heads[kind](vocab_size, draft_vocab_size, hidden_size, rank)

@@ -1,4 +1,4 @@
-"""Parts of draft layers: attention under the block mask, RoPE, MLP.
+"""Parts of draft layers: attention under the block mask, and the MLP.
 
 Training and serving differ in the key source alone. `BlockLayout`, `AttentionPattern` and `block_attention` are the
 mask of training; the key sources of serving are in drafters/cache.py.
@@ -6,7 +6,7 @@ mask of training; the key sources of serving are in drafters/cache.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.drafters.flex import Compilation, flex_block_attention, flex_mask_of
-from outrider.target.fused import rotate, signed_sin
+from outrider.drafters.rope import Rope
+from outrider.target.fused import rotate
 from outrider.target.linear import Packable, padded_size
 from outrider.utils.measure import on_device
 
@@ -183,9 +184,6 @@ def block_attention(
 # ----------------------------------------------------------------------------
 
 
-Rope = tuple[Tensor, Tensor]  # cos and signed sin, broadcast over heads
-
-
 class KeySource(Protocol):
     """Where the keys and values that rows attend to come from."""
 
@@ -261,27 +259,3 @@ class SwiGLU(Packable):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.outputs(x, "gate_proj", "up_proj")
         return self.down_proj(F.silu(gate) * up)
-
-
-def rope_table(positions: Tensor, head_dim: int, theta: float) -> Rope:
-    """cos and signed sin for absolute positions: [..., 1, head_dim], the 1 standing for heads."""
-    inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angles = positions[..., None].float() * inverse
-    angles = torch.cat((angles, angles), dim=-1)[..., None, :]
-    return angles.cos(), signed_sin(angles.sin())
-
-
-class RopeTables:
-    """`rope_table` of consecutive positions, kept from call to call and extended when a later position is asked for."""
-
-    def __init__(self, head_dim: int, theta: float, device: torch.device) -> None:
-        self.head_dim, self.theta, self.device = head_dim, theta, device
-        self.kept: Rope = rope_table(torch.arange(0, device=device), head_dim, theta)
-
-    def __call__(self, positions: Sequence[int]) -> Rope:
-        """cos and signed sin, [X, 1, head_dim]."""
-        end = max(positions, default=0) + 1
-        if end > len(self.kept[0]):
-            self.kept = rope_table(torch.arange(2 * end, device=self.device), self.head_dim, self.theta)
-        index_X = on_device(positions, self.device, torch.long)
-        return self.kept[0][index_X], self.kept[1][index_X]

@@ -54,7 +54,8 @@ from outrider.drafters.chain import sample_steps
 from outrider.drafters.config import Count, LayerConfig, NotInRecipe, draft_vocabulary
 from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import ChainKeys
-from outrider.drafters.layers import Attention, AttentionPattern, KeySource, Rope, SwiGLU, rope_table
+from outrider.drafters.layers import Attention, AttentionPattern, KeySource, SwiGLU
+from outrider.drafters.rope import Rope, rope_table
 from outrider.drafters.target_weights import copy_target_layers, layer_shapes
 from outrider.target.linear import Packable
 from outrider.target.model import DecodingTarget, Target

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from outrider.drafters.base import DraftCall, Drafter, Level, drawing_for, longest_draft
 from outrider.drafters.confidence import ChainHeads
-from outrider.drafters.draft import Draft, Siblings, conditional_confidences, draw_siblings, over_vocabulary
+from outrider.drafters.draft import Draft, Siblings, TreeSize, conditional_confidences, draw_siblings, over_vocabulary
 from outrider.sampling import warp
 
 if TYPE_CHECKING:
@@ -267,6 +267,17 @@ class BlockTreeDrafter(Drafter):
         self.drafter, self.config = drafter, drafter.config
         self.aux_layers, self.gamma, self.top_k = drafter.aux_layers, depth, top_k
         self.nodes: int = nodes
+
+    @classmethod
+    def of_size(cls, drafter: BlockDrafter, size: TreeSize) -> BlockTreeDrafter:
+        """Trees of this size; see `DFlashDrafter.with_trees`."""
+        depth = drafter.gamma if size.depth is None else size.depth
+        top_k = min(cls.top_k if size.top_k is None else size.top_k, drafter.config.draft_vocab_size)
+        if depth > drafter.gamma:
+            raise ValueError(f"tree {size}: a block has {drafter.gamma} drafts one after another; ask for less depth.")
+        if size.nodes > (most := most_nodes(depth, top_k)):
+            raise ValueError(f"tree {size}: with depth {depth} and top_k {top_k} there are {most} nodes at most.")
+        return cls(drafter, nodes=size.nodes, depth=depth, top_k=top_k)
 
     def new_session(self, capacity: int) -> DraftSession:
         return self.drafter.new_session(capacity)

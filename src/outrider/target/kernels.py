@@ -266,6 +266,19 @@ class LayerKernels:
         pointers = (attention_TD.data_ptr(), hidden_TD.data_ptr(), scratch.data_ptr())
         _library().after_attention(self._struct, *pointers, T, torch.get_num_threads())
 
+    def around(self, attend: Callable[..., Tensor], x_XD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """The layer around `attend`, which takes queries, keys and values [X, heads, E]: [X, D] -> [X, D].
+
+        `rope`: cos and signed sin, broadcast over heads.
+        """
+        rows, E, (H, K) = x_XD.shape[:-1], self._struct.head_dim, self.heads
+        hidden_TD = x_XD.flatten(0, -2).clone()  # the kernels add to it
+        cos_TE, sin_TE = (table.expand(*rows, 1, E).reshape(-1, E) for table in rope)
+        queries_keys, values = (x.unflatten(0, rows) for x in self.before_attention(hidden_TD, cos_TE, sin_TE))
+        attended = attend(*queries_keys.split((H, K), dim=-2), values)
+        self.after_attention(attended.reshape(-1, H * E), hidden_TD)
+        return hidden_TD.view(x_XD.shape)
+
     def forward(self, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, rows: FewRows, cache: Cache) -> None:
         """Compute the whole layer in place, if `rows` covers every row; write their keys and values into `cache`.
 

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -245,7 +245,9 @@ class MLXDrafter(Drafter):
         head, rows_Vd = shared_or_own(weights.head_VdH, target.head, target.dtype, ids_Vd=ids_Vd)
         rows = OutputRows(head, target.dtype, rows_Vd)
         self.head = capped(rows, config.output_multiplier, config.final_logit_softcapping)
-        self.backbone = _backbone(cast(DFlash, module), target.dtype)
+        backbone = module.block_backbone()
+        assert backbone is not None, f"{config.algorithm} has DFlash's backbone"
+        self.backbone = _backbone(backbone, target.dtype)
         sequential, confidence = module.chain_heads()
         if sequential is not None:
             sequential = _with_output_in_mlx(sequential, target.dtype)
