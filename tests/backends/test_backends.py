@@ -346,7 +346,11 @@ def test_commands() -> None:
         block = " ".join(ENGINE["sglang"].command(launch(algorithm)))
         assert block.endswith(flag), "DSpark's block counts drafts, DFlash's the anchor too"
     llama = " ".join(ENGINE["llama.cpp"].command(launch("dflash", target="t.gguf", drafter="d.gguf")))
-    assert llama.startswith("llama-server -m t.gguf") and "--metrics -np 4 -c 464 --no-cache-prompt" in llama
+    assert (
+        llama.startswith("llama-server -m t.gguf")
+        and "--metrics" in llama
+        and "-np 4 -c 464 --no-cache-prompt" in llama
+    )
     assert llama.endswith("-md d.gguf --spec-type draft-dflash --spec-draft-n-max 7")
     for name in ("vllm", "sglang", "llama.cpp"):
         plain = " ".join(ENGINE[name].command(launch(drafts=0, target="t.gguf")))

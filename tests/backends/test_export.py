@@ -237,9 +237,7 @@ def test_what_an_engine_cannot_serve_is_an_error_and_nothing_is_written(
 ) -> None:
     with pytest.raises(ValueError, match=message) as refused:
         export_drafter(made(method, **change), engine_of(engine), tmp_path / "out", FACTS)
-    advised = (
-        rf"--to {engine}: .*(train|outrider export).* As it is, (export it --to .*, or serve it with|.* alone).*\."
-    )
+    advised = rf"--to {engine}: .* As it is, (export it --to .*, or serve it with|.* alone).*\."
     assert re.fullmatch(advised, str(refused.value)), "one line that says what to do"
     assert not list(tmp_path.iterdir())
 

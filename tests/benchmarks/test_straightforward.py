@@ -13,7 +13,7 @@ from benchmarks.straightforward import StraightforwardObjective
 from outrider.drafters.dflash import FULL, SLIDING, DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.flex import flex_block_attention
-from outrider.drafters.layers import BlockLayout, split_attention
+from outrider.drafters.layers import EVERYTHING, BlockLayout, split_attention
 from outrider.drafters.loss import ObjectiveConfig
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.dataset import choose_draft_ids
@@ -110,4 +110,4 @@ def test_attention_paths_agree_in_bfloat16() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         narrow = [x.bfloat16() for x in exact]
         for attend in (split_attention, flex_block_attention):
-            torch.testing.assert_close(attend(*narrow, layout).float(), expected, atol=4e-2, rtol=4e-2)
+            torch.testing.assert_close(attend(*narrow, layout, EVERYTHING).float(), expected, atol=4e-2, rtol=4e-2)

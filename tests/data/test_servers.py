@@ -254,7 +254,7 @@ def test_answers_that_no_retry_improves(target: Target, given: Part, error: str)
     with pytest.raises(Unusable, match=error):
         reply_of(given, request, Chat.of(target), chat_api=False)
     message = {"content": None, "tool_calls": [{"id": 1}]}
-    with pytest.raises(Unusable, match="tool_calls out of the text"):
+    with pytest.raises(Unusable, match="tool_calls"):
         reply_of(answer(message=message), request, Chat.of(target), chat_api=True)
 
 

@@ -448,7 +448,7 @@ def test_the_verb_without_a_drafter_and_its_mistakes(run: Run, toy: Path, tmp_pa
         (("--contexts", "300", "--max-tokens", 32), r"need 332 positions, .*/target has 256; lower --contexts"),
         (("--contexts", "8,x"), "--contexts '8,x'"),
         (("--contexts", "8,8"), r"contexts \[8, 8\] must be different"),
-        (("--max-tokens", 8), "max_tokens=8 is below max_requests=32"),
+        (("--max-tokens", 8), "--max-tokens 8 is below --max-requests 32"),
     ):
         found = run(*command, *options)
         assert re.search(message, found), found

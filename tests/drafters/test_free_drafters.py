@@ -579,7 +579,7 @@ def test_what_the_option_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert choose_drafter("hybrid:smollm2-135m-dspark", "t") == beside
     assert choose_drafter("hybrid", "HuggingFaceTB/SmolLM2-135M-Instruct") == beside
     assert choose_drafter("./hybrid", "t") == DrafterChoice("directory", "./hybrid")
-    with pytest.raises(ValueError, match=r"no trained drafter for some/target that copies .*: use ngram"):
+    with pytest.raises(ValueError, match=r"no trained drafter for some/target.*ngram"):
         choose_drafter("hybrid", "some/target")
     for wrong in ("hybrid:ngram", "hybrid:lm:a/b", "hybrid:hybrid"):
         with pytest.raises(ValueError, match="write hybrid, or hybrid:DIR_OR_NAME"):

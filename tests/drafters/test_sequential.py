@@ -123,11 +123,6 @@ def test_training_starts_from_the_base_drafter(kind: str) -> None:
     assert abs(head.markov_w1.weight.std().item() - 0.02) < 0.001
 
 
-def test_unknown_kind() -> None:
-    with pytest.raises(ValueError, match=r"'lstm'.*vanilla, gated, rnn"):
-        build_sequential_head("lstm", V, VD, H, R)
-
-
 @pytest.mark.parametrize("with_markov", [True, False])
 @torch.inference_mode()
 def test_confidence_head(with_markov: bool) -> None:

@@ -198,7 +198,7 @@ def test_a_checkpoint_serves_its_temperatures() -> None:
 @pytest.mark.parametrize("metadata, found", [({"step": 3}, "format is None"), ({"format": 2}, "format is 2")])
 def test_metadata_of_another_format_is_refused(tmp_path: Path, metadata: dict[str, object], found: str) -> None:
     (tmp_path / "outrider.json").write_text(json.dumps(metadata))
-    with pytest.raises(ValueError, match=rf"outrider\.json has {found}.*this version reads format 1.*delete the file"):
+    with pytest.raises(ValueError, match=rf"outrider\.json: {found}.*this version reads format 1.*delete the file"):
         read_metadata(tmp_path)
     with pytest.raises(ValueError, match="this version reads"):
         add_metadata(tmp_path, recommended={})

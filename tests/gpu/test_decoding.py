@@ -23,6 +23,7 @@ from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.structured import Grammar
 from outrider.drafters.base import DrafterWeights
+from outrider.drafters.cache import DraftPool, RequestCaches
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark
@@ -363,7 +364,7 @@ def test_blocks_in_a_pool_are_those_of_the_cpu(device: SimulatedDevice, changes:
     here = BlockDrafter(DrafterWeights(weights), target)
     there_target = Target(target.model.to("cuda"), None, target.name)
     there = BlockDrafter(DrafterWeights(weights.to("cuda")), there_target)
-    assert there.pool is not None and here.pool is None
+    assert isinstance(there.caches, DraftPool) and isinstance(here.caches, RequestCaches)
     generator = torch.Generator().manual_seed(0)
     sessions: list[tuple[Any, Any]] = []
 
@@ -384,11 +385,11 @@ def test_blocks_in_a_pool_are_those_of_the_cpu(device: SimulatedDevice, changes:
         grow(counts)
         compare(here, there)
         compare(here.of_length(2), there.of_length(2))
-    pages = there.pool.layers[0].shape[2]
+    pages = there.caches.layers[0].shape[2]
     del sessions[1]
     for _ in range(3):
         sessions.append((here.new_session(40), there.new_session(40)))
         grow([2] * (len(sessions) - 1) + [8])
         compare(here, there)
         del sessions[-1]
-    assert there.pool.layers[0].shape[2] == pages, "pages of forgotten sessions are used again"
+    assert there.caches.layers[0].shape[2] == pages, "pages of forgotten sessions are used again"
