@@ -10,8 +10,8 @@
 `Drafting.draft` returns all of this as a `Drafted`; `view` shows it to the policy, and `observe` updates the acceptance
 estimates from the outcomes.
 
-The drafter reads committed tokens late, all at once when their request drafts next: a request that skips its drafts
-pays nothing for them, and what it skips for long is read in one product.
+`Drafter.extend` takes a request's committed tokens in one call when the request drafts next; at most 256 wait. So a
+request that skips drafting does not run the drafter for every token.
 
 Shapes: R requests, K positions, T tokens, L aux layers, D target hidden.
 """
@@ -56,7 +56,10 @@ class DraftTurn:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A request's draft. `source`: who drafted it; None: nobody. `reason`: why it is no longer, for people."""
+    """A request's draft.
+
+    `source`: who drafted it; None: nobody. `reason` tells a person why the draft has no more tokens.
+    """
 
     draft: Draft
     source: Source | None
@@ -139,7 +142,7 @@ class Drafting:
 
     Args:
         drafter: None for plain decoding.
-        policy: who drafts; how many drafts are verified, the engine asks it itself.
+        policy: decides how deep each request drafts (`depths`); the engine calls its `lengths`.
         state: acceptance estimates of earlier requests, which are updated; none by default.
     """
 
@@ -228,10 +231,10 @@ class Drafting:
     def _propose(
         self, drafting: Sequence[tuple[DraftTurn, int]], min_confidence: float
     ) -> tuple[dict[str, Draft], dict[str, Exception]]:
-        """Drafts of the drafter by id, at most so many tokens each; and the requests whose draft could not be drawn.
+        """Ask the drafter for drafts of at most so many tokens each; return drafts and errors by id.
 
-        A failed request ends, it is not drafted for again: whether drawing fails may depend on what is drawn. The
-        others draw anew, which their own tokens had no part in.
+        A request whose draft cannot be drawn ends: drawing again would bias it, because the failure may depend on the
+        drawn tokens. The others draw again; their tokens did not cause the failure.
         """
         assert self.drafter is not None
         failed: dict[str, Exception] = {}
@@ -250,13 +253,13 @@ class Drafting:
 
     def _by_drafter(self, turn: DraftTurn, draft: Draft, depth: int, *, min_confidence: float) -> Proposal:
         count = len(draft.tokens)
-        if turn.state.remaining == 1:
-            reason = "only one more token could come"
+        if count == self.gamma:
+            reason = "the whole draft was verified"
         elif count and count in (turn.limit, turn.state.remaining - 1):
             reason = "no more drafts fit the request or the step"
-        elif count and count == depth < self.gamma:
+        elif count and count == depth:
             reason = f"the policy planned {depth} drafts"
-        elif min_confidence > 0 and count < self.gamma:
+        elif min_confidence > 0:
             reason = f"draft {count + 1} had a confidence below {min_confidence:g}, so it was not drawn"
         else:
             reason = "the whole draft was verified" if count else "the drafter had nothing to propose"
@@ -304,7 +307,7 @@ class Drafting:
         if self.drafter is None:
             return
         verified = any(result is not None and result.verified.tokens for result in results)
-        if verified or drafted.pause is None:  # a pause without verified drafts takes no time for updates
+        if verified or drafted.pause is None:  # a paused step without verified drafts skips the updates: they cost time
             self.backoff.observe(drafted.considered, verified)
             if self.lookup is not None:
                 self.lookup.observe(drafted.lookups, {turn.id: turn.state.tokens for turn in turns})

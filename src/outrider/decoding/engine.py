@@ -39,8 +39,8 @@ _GPU_TOKEN_BUDGET = 4096  # rows of a step that keep a GPU busy
 
 
 def default_config(target: DecodingTarget) -> EngineConfig:
-    """`EngineConfig()` on a CPU. On a GPU larger steps, and a pool in which all requests can be as long as the target
-    allows, of a quarter of the free memory at most."""
+    """`EngineConfig()` on a CPU. On a GPU steps are larger, and the KV pool holds `max_requests` full contexts, or what
+    a quarter of the free memory holds if that is less."""
     usual = EngineConfig()
     if target.device.type != "cuda":
         return usual
@@ -151,7 +151,7 @@ class Engine:
     def warm_up(self) -> None:
         """Claim the KV pool's memory, and decode a few tokens, drafts included.
 
-        So no request waits for what PyTorch sets up on its first use, and memory that is missing is missed now. Call it
+        The first request then does not wait for PyTorch's set-up, and too little memory raises here. Call it
         in the thread that runs the steps, while there are no requests. Nothing is learned from it.
         """
         self.kv.claim()
@@ -197,7 +197,7 @@ class Engine:
         return True
 
     def run(self, requests: Sequence[Request]) -> Generator[list[Output], None, None]:
-        """Decode requests to their end: the outputs of each step. What a caller does not wait for is dropped.
+        """Decode the requests and yield each step's outputs; closing the generator cancels unfinished requests.
 
         Raises:
             ValueError: as `submit`; none of them is decoded then.
@@ -278,7 +278,7 @@ class Engine:
         return view, [draft.truncated(length) for draft, length in zip(drafts, lengths, strict=True)]
 
     def score(self, step: Step, verified: Sequence[Draft]) -> Scores:
-        """The target's rows for each draft, from one forward on [anchor, *draft] each and what is read of prompts."""
+        """Run one target forward over each request's [anchor, *draft] and chunks of prompts."""
         drafts = {turn.id: draft for turn, draft in zip(step.turns, verified, strict=True)}
         with step.verify_clock:
             return score(
@@ -295,7 +295,7 @@ class Engine:
     def verify(
         self, step: Step, drafts: Sequence[Draft], verified: Sequence[Draft], scores: Scores
     ) -> dict[str, RoundResult]:
-        """What verification gave, by request; a request whose verification fails joins the failed ones."""
+        """Verify all drafts; the results by request id. An exception of one request goes into `step.failed`."""
         sources = [turn.state.source for turn in step.turns]
         verdicts = verify_all(verified, scores.rows, sources, typical=self.typical)
         results: dict[str, RoundResult] = {}
@@ -377,7 +377,7 @@ class Engine:
         return outputs
 
     def _why_unasked(self, work: Work) -> str:
-        """Why a request was not asked for a draft; "" if it was."""
+        """Why the drafter was not asked for a draft of this request; "" if it was. Call it after the commit."""
         state = self._states[work.id]
         if work.limit > 0 or self.drafting.drafter is None:
             return ""

@@ -48,8 +48,8 @@ class DraftLoss(NamedTuple):
 class ObjectiveConfig(Section):
     """Weights of the terms of the loss, and of draft positions in all of them (drafters/loss.py).
 
-    The defaults are DSpark's (arXiv 2607.05147). A recipe has those of its drafter's method (`default_objective` of its
-    config): DFlash and what is built on it are trained by cross-entropy alone.
+    The defaults are DSpark's (arXiv 2607.05147). A method with other weights names them in the `default_objective` of
+    its config: DFlash is trained by cross-entropy alone, JetSpec by the KL divergence.
     """
 
     ce: float = Field(0.1, ge=0)

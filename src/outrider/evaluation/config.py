@@ -123,7 +123,7 @@ class CompareConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig(Config):
-    """One HTML page of what was measured (report.py)."""
+    """One HTML page of what was measured (html_report.py)."""
 
     places: Annotated[tuple[Path, ...], argument("directories that other verbs wrote, or single files")]
     out: Annotated[Path, option(FILES, "HTML file", beside="path")] = Path("report.html")
