@@ -42,7 +42,7 @@ def _threads_as_before() -> Iterator[None]:
 def _nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test decodes follows no clock: draft lengths are chosen as where step costs cannot be measured."""
 
-    def refused(*_: object) -> NoReturn:
+    def refused(*_: object, **more: object) -> NoReturn:
         raise ValueError("tests measure nothing")
 
     monkeypatch.setattr(scheduling, "machine_profile", refused)

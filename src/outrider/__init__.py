@@ -11,6 +11,7 @@ public as well: `load_target`, `load_drafter`, `generate` and `stream` for one r
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,12 @@ _MODULES = {
     "stream": "decoding.generate",
 }
 __version__: str
+
+# How long OpenMP's threads wait for each other by spinning, before torch is imported. By default they spin for so long
+# that beside other work two threads are five times slower than one: each spins on the core that the other one needs.
+SPIN, SPINS = "GOMP_SPINCOUNT", "1000"
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault(SPIN, SPINS)
 
 
 def __getattr__(name: str) -> Any:

@@ -65,6 +65,11 @@ class SamplingParams:
         return self.temperature == 0.0 or self.coupled
 
     @property
+    def reproducible(self) -> bool:
+        """Whether a seed was given whose tokens depend on what is drafted: then no clock may decide what is."""
+        return self.seed is not None and not self.fixed_text
+
+    @property
     def penalised(self) -> bool:
         """Whether a penalty is set, so that the tokens so far change the next distribution."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

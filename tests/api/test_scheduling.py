@@ -14,9 +14,10 @@ import outrider
 import outrider.api.scheduling as scheduling
 from outrider.api.scheduling import BY_PROFILE, UNGATED, choose_scheduling
 from outrider.data.sources import TaskSettings
-from outrider.decoding.cost import Curve, LearnedCost
+from outrider.decoding.cost import Curve
 from outrider.decoding.drafting import Drafting
 from outrider.decoding.engine import Engine
+from outrider.decoding.learned_cost import LearnedCost
 from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, SkipDrafting, ThresholdPolicy
 from outrider.decoding.profile import MachineProfile, setting_of
 from outrider.decoding.request import Output
@@ -40,7 +41,7 @@ LEARNED = LearnedCost(KNOWN.profile)
 def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step costs by a formula, as if this machine had been measured."""
 
-    def known(target: Target, drafter: Drafter | None, say: Callable[[str], None]) -> MachineProfile:
+    def known(target: Target, drafter: Drafter | None, say: Callable[[str], None], *, again: bool) -> MachineProfile:
         return KNOWN
 
     monkeypatch.setattr(scheduling, "machine_profile", known)
@@ -89,7 +90,7 @@ def test_trees_and_what_cannot_be_timed_are_decoded_as_before(
 
     said: list[str] = []
 
-    def refused(*_: object) -> MachineProfile:
+    def refused(*_: object, **more: object) -> MachineProfile:
         raise ValueError("not batched")
 
     monkeypatch.setattr(scheduling, "machine_profile", refused)
@@ -110,7 +111,7 @@ def test_drafters_without_confidences_are_chosen_for_by_cost_too(profiled: None,
 def test_drafts_that_cost_nothing_are_not_gated(model: outrider.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     least = Curve(requests=[1], seconds=[(0.0, 1e-6, 1e-5)])
     free = KNOWN.profile.model_copy(update=dict.fromkeys(("draft", "draft_one", "extend"), least))
-    monkeypatch.setattr(scheduling, "machine_profile", lambda *_: replace(KNOWN, profile=free))
+    monkeypatch.setattr(scheduling, "machine_profile", lambda *_, **more: replace(KNOWN, profile=free))
     chosen = choose_scheduling(model.target, model.drafter)
     assert chosen.policy == LookAhead(free) and chosen.name == UNGATED
     assert model.drafter is not None

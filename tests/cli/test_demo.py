@@ -13,7 +13,6 @@ from rich.console import Console
 
 import outrider
 import outrider.checkpoints.published as published
-import outrider.training.state as state
 from outrider.cli import demo
 from outrider.data.responses import read_responses
 from outrider.evaluation.html_report import find_sources
@@ -36,7 +35,6 @@ def directory(tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setattr(published, "shipped_drafter", lambda target: toy / "drafter")
     monkeypatch.setattr(demo, "RESPONSES", tmp_path / "packaged.jsonl")
     monkeypatch.setattr(demo, "_TASKS", [str(tmp_path / "prompts.jsonl")])
-    monkeypatch.setattr(demo, "_FEWEST_STEPS", 2)
     return tmp_path
 
 
@@ -151,19 +149,6 @@ def test_a_race_is_lossless_and_its_clocks_are_apart(
     assert demo.race(model, Console(quiet=True)) == pytest.approx(64 / 65)  # a last move finds the end
     both = [name for name, _ in moved]
     assert both[:5] == ["plain", "drafter", "plain", "plain", "plain"]
-
-
-def test_a_slow_machine_trains_fewer_steps(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And a run that has begun goes on with the steps that it began with."""
-    monkeypatch.setattr(demo, "_TRAINING_SECONDS", 1e-9)
-    recipe, target = load_recipe(directory / "recipe.yaml"), load_target(str(directory / "target"))
-    assert demo.fit_training(recipe, target, Console()).optimizer.steps == 2
-    assert "2 steps instead of 4" in capsys.readouterr().out
-    began = {"settings": {"optimizer": {"steps": 3}}}
-    monkeypatch.setattr(state, "read_run", lambda place: began)
-    assert demo.fit_training(recipe, target, Console(quiet=True)).optimizer.steps == 3
 
 
 def test_budgets_shorten_what_is_slow(directory: Path) -> None:

@@ -22,7 +22,7 @@ import outrider.cli.main as main
 import outrider.decoding.profile as profile_module
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.config import ProfileConfig
-from outrider.decoding.cost import Additive, Cell, LearnedCost, Profile, SpsTable
+from outrider.decoding.cost import Additive, Cell, Profile
 from outrider.decoding.engine import Engine
 from outrider.decoding.policies import PrefixScheduler, StepView
 from outrider.decoding.profile import (
@@ -246,93 +246,6 @@ def test_a_chunk_of_a_prompt_costs_by_its_rows_and_the_keys_they_see(prompts: li
     expected = sum(0.001 * count + 1e-6 * count * (cached + count / 2) for cached, count in prompts)
     assert found == pytest.approx(expected, rel=0.02)
     assert profile_of(cells).table.prompt_seconds([]) == 0.0
-
-
-def learned_from(plain: float, drafts: float, steps: int, requests: int = 4) -> LearnedCost:
-    """Steps that take so many times what is predicted, without drafts and with two."""
-    cost = LearnedCost(SpsTable([1.0] * 8 + [0.5]))
-    for _ in range(steps):
-        cost.observe(plain, requests, 100.0, verified=0, drafting=0, depth=1)
-        cost.observe(drafts, requests, 100.0, verified=2, drafting=0, depth=1)
-    return cost
-
-
-def test_what_drafts_cost_is_learned_from_steps() -> None:
-    """Against steps without drafts: a machine of half the speed changes nothing, dearer drafts do."""
-    rows = np.array([4, 5, 6])
-    assert learned_from(2.0, 2.0, 9).seconds(rows, 4, 100.0) == pytest.approx([1, 1, 1])
-    dear = learned_from(2.0, 2.5, 9)
-    assert dear.seconds(rows, 4, 100.0) == pytest.approx([1, 1.25, 1.25])
-    assert dear.seconds(rows, 8, 100.0) == pytest.approx([1, 1, 1]), "twice as many requests are learned apart"
-    assert dear.seconds(rows + 1, 5, 100.0) == pytest.approx([1, 1.25, 1.25])
-    assert learned_from(2.0, 2.5, 3).seconds(rows, 4, 100.0) == pytest.approx([1, 1, 1]), "too few steps"
-    alone = learned_from(2.0, 2.5, 9, requests=1)
-    assert alone.seconds(np.array([1, 3]), 1, 100.0) == pytest.approx([1, 1]), "the text of a seed depends on no clock"
-
-
-def test_learned_costs_follow_a_change_and_no_stray_step() -> None:
-    rows = np.array([6])
-    cost = learned_from(1.0, 1.2, 30)
-    cost.observe(60.0, 4, 100.0, verified=2, drafting=0, depth=1)
-    assert 1.2 < cost.seconds(rows, 4, 100.0)[0] < 1.22
-    for _ in range(80):
-        cost.observe(1.0, 4, 100.0, verified=2, drafting=0, depth=1)
-    assert cost.seconds(rows, 4, 100.0)[0] == pytest.approx(1.0, abs=0.02)
-
-
-def test_learned_costs_fade_while_nothing_is_drafted() -> None:
-    rows = np.array([4, 6])
-    cost = learned_from(1.0, 1.2, 30)
-    found = []
-    for _ in range(400):
-        cost.observe(1.0, 4, 100.0, verified=0, drafting=0, depth=1)
-        found.append(cost.seconds(rows, 4, 100.0)[1])
-    assert found == sorted(found, reverse=True)
-    assert found[9] > 1.17 and found[-1] == pytest.approx(1.0, abs=0.01)
-    cost.observe(1.2, 4, 100.0, verified=2, drafting=0, depth=1)
-    assert cost.seconds(rows, 4, 100.0) == pytest.approx([1.0, 1.2]), "known again with the next draft"
-    cost.observe(1.0, 8, 100.0, verified=0, drafting=0, depth=1)
-    assert cost.seconds(rows, 4, 100.0) == pytest.approx([1.0, 1.2]), "other numbers of requests do not age it"
-
-
-def test_steps_without_drafts_are_asked_for_where_all_have_some() -> None:
-    cost = LearnedCost(SpsTable([1.0]))
-    asked = []
-    for step in range(400):
-        plain = cost.lacks_plain(5)
-        asked += [step] * plain
-        cost.observe(1.0 if plain else 1.3, 5, 100.0, verified=0 if plain else 2, drafting=0, depth=1)
-    assert asked[:5] == [4, 9, 14, 19, 84] and np.diff(asked[4:]).tolist() == [65] * 4
-    assert not cost.lacks_plain(9), "other numbers of requests"
-    assert cost.seconds(np.array([5, 7]), 5, 100.0) == pytest.approx([1.0, 1.3])
-    for _ in range(65 * 9):  # the machine becomes slower
-        plain = cost.lacks_plain(5)
-        cost.observe(1.2 if plain else 1.56, 5, 100.0, verified=0 if plain else 2, drafting=0, depth=1)
-    assert cost.seconds(np.array([7]), 5, 100.0)[0] == pytest.approx(1.3, rel=0.05)
-
-
-def test_seconds_of_the_draft_are_part_of_what_is_learned() -> None:
-    inner = profile_of(cells_of(linear))
-    cost = LearnedCost(inner)
-    for _ in range(6):
-        plain = float(inner.seconds(np.array([4]), 4, 100.0)[0])
-        cost.observe(plain, 4, 100.0, verified=0, drafting=0, depth=1)
-        drafted = float(inner.seconds(np.array([7]), 4, 100.0)[0]) + inner.draft_seconds(3, 1)
-        cost.observe(drafted, 4, 100.0, verified=3, drafting=3, depth=1)
-    assert cost.seconds(np.array([7]), 4, 100.0) == pytest.approx(inner.seconds(np.array([7]), 4, 100.0), rel=3e-3)
-    assert cost.draft_seconds(3, 1) == inner.draft_seconds(3, 1)
-
-
-def test_steps_without_drafts_are_predicted_for_their_requests_and_context() -> None:
-    """Of 4 to 7 requests, which are learned together, at any context: nothing is found to correct."""
-    inner = profile_of(cells_of(linear))
-    cost = LearnedCost(inner)
-    for number in range(60):
-        requests, context = 4 + number % 4, 64.0 + 3 * number
-        for rows in (requests, requests + 2):
-            seconds = float(inner.seconds(np.array([rows]), requests, context)[0])
-            cost.observe(seconds, requests, context, verified=rows - requests, drafting=0, depth=1)
-    assert cost.seconds(np.array([9]), 6, 200.0) == pytest.approx(inner.seconds(np.array([9]), 6, 200.0), rel=2e-3)
 
 
 @pytest.mark.timed

@@ -682,6 +682,27 @@ def test_a_request_that_turned_good_drafts_again() -> None:
     assert all(drafted_in[-50:])
 
 
+@dataclass(frozen=True)
+class DeepCost(DraftCost):
+    """Drafts that cost more, the deeper they are."""
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        return drafting * self.per_draft * (depth or 8)
+
+
+def test_short_drafts_are_made_whole_now_and_then() -> None:
+    """A first draft that was hard at its end keeps drafts short; whole ones show that this has changed."""
+    gate, history = SkipDrafting(DeepCost(per_draft=0.02, per_token=0.05), prior=0.9), Acceptance(8)
+    depths = []
+    for step in range(400):
+        depth = int(gate.depths(history.plan_view([0], [100]))[0])
+        confidences = [0.9] * 2 + [0.9 if step else 0.01] * 6
+        remember(history, [0], history.step_view([0], [confidences[:depth]], [depth], [100]))
+        depths.append(depth)
+    assert depths[0] == 8 and max(depths[1:17]) < 8
+    assert set(depths[-20:]) == {8}
+
+
 # Planning time
 
 

@@ -171,7 +171,9 @@ def test_temperatures_of_drafts_are_lost_and_the_page_repairs_it() -> None:
     """When this fails, vLLM copies temperatures to drafts on a CPU, and vllm-cpu-sampled-drafts has ended."""
     printed = run_there(f"""
 import torch
-import vllm._C
+from vllm.platforms import current_platform
+
+current_platform.import_kernels()
 from vllm.utils import cpu_triton_utils
 {block_of("engines.md")}
 x, ends, out = torch.tensor([0.5, 0.0]), torch.tensor([2, 5], dtype=torch.int32), torch.full((5,), -3.0)

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import outrider.decoding.acceptance as acceptance_module
-import outrider.decoding.cost as cost_module
 import outrider.decoding.engine as engine_module
-from outrider.decoding.cost import Ints, LearnedCost, SpsTable
+from outrider.decoding.cost import Floats, Ints, SpsTable
 from outrider.decoding.drafting import Drafted, Drafting
 from outrider.decoding.engine import Engine, Step
+from outrider.decoding.learned_cost import LearnedCost, Trial
 from outrider.decoding.policies import (
     CostPolicy,
     FixedPolicy,
@@ -80,11 +80,14 @@ def test_policies_over_two_requests(name: str, tally: Tally) -> None:
 
 
 @pytest.mark.slow
-def test_costs_learned_from_steps(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock by which steps take unequally long corrects the cost within a response, and changes what is verified."""
+@pytest.mark.parametrize("trials", [False, True])
+def test_costs_learned_from_steps(trials: bool, tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock by which steps take unequally long corrects the cost within a response, and changes what is verified;
+    so do steps that are there to learn from.
+    """
     factors: set[float] = set()
     learned = LearnedCost(GATED)
-    begin, rho = Engine.__init__, LearnedCost._rho
+    begin, seconds = Engine.__init__, LearnedCost.seconds
 
     class Ticking:
         """The k-th time that it is asked, it is later by 1 to 3 seconds."""
@@ -97,18 +100,26 @@ def test_costs_learned_from_steps(tally: Tally, monkeypatch: pytest.MonkeyPatch)
             return float(self.now)
 
     def begun(self: Engine, *parts: Any, **more: Any) -> None:
-        learned._known.clear(), learned._since.clear()  # every trace begins anew, behind a step without drafts
+        learned._errors.__init__()  # type: ignore[misc]
+        learned._trials.clear()  # every trace begins anew, after a step without drafts
         learned.observe(2.0, 2, 5.0, verified=0, drafting=0, depth=1)
         monkeypatch.setattr(engine_module, "time", Ticking())
         begin(self, *parts, **more)
 
-    def watched(self: LearnedCost, requests: int) -> float:
-        factors.add(rho(self, requests))
-        return rho(self, requests)
+    def watched(self: LearnedCost, tokens_N: Ints, requests: int, context: float) -> Floats:
+        seconds_N = seconds(self, tokens_N, requests, context)
+        factors.update((seconds_N / GATED.seconds(tokens_N, requests, context)).round(6).tolist())
+        return seconds_N
 
     monkeypatch.setattr(Engine, "__init__", begun)
-    monkeypatch.setattr(LearnedCost, "_rho", watched)
-    monkeypatch.setattr(cost_module, "_FEWEST", 1)
+    monkeypatch.setattr(LearnedCost, "seconds", watched)
+    trial, tried = LearnedCost.trial, set[Trial | None]()
+
+    def noted(self: LearnedCost, requests: int) -> Trial | None:
+        tried.add(trial(self, requests))
+        return trial(self, requests)
+
+    monkeypatch.setattr(LearnedCost, "trial", noted)
 
     class Alternating(FixedPolicy):
         """Nobody drafts where the longest text has an even number of tokens."""
@@ -116,9 +127,10 @@ def test_costs_learned_from_steps(tally: Tally, monkeypatch: pytest.MonkeyPatch)
         def depths(self, view: PlanView) -> Ints:
             return np.full(len(view.idle_R), view.expected_RK.shape[1] * (view.contexts_R.max() % 2))
 
-    case = Case(LookAhead(learned, margin=0.0), gate=Alternating(), tokens=(4, 4))
+    by_cost = LookAhead(learned, margin=0.0)
+    case = Case(SkipDrafting(learned, by_cost)) if trials else Case(by_cost, gate=Alternating(), tokens=(4, 4))
     assert tally.deviation(case, case.in_engine) <= TOLERANCE
-    assert len(factors) > 1
+    assert {Trial(True), Trial(False)} <= tried if trials else len(factors) > 1
 
 
 @pytest.mark.parametrize("name", REMEMBERING)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import outrider
 import outrider.api.scheduling as scheduling
+from outrider.api.drafter import require_drafter
+from outrider.api.scheduling import by_profile
+from outrider.data.chat import render
+from outrider.data.sources import load_prompts
+from outrider.decoding.cost import Curve
+from outrider.decoding.generate import generate
 from outrider.decoding.policies import FixedPolicy, LookAhead, SkipDrafting
 from outrider.decoding.profile import machine_profile
+from outrider.decoding.request import StopRules
 from outrider.target.hub import EMBEDDED_ID
+from outrider.target.model import Target
 from outrider.utils.files import cache_dir
 from tests.toys.command_line import Run
 
@@ -45,3 +55,33 @@ def test_generate_and_python_follow_the_machines_profile(
     assert said.rstrip("\n") == again.text == plain.text and again.rounds < plain.rounds == 24
     together = model.generate([PROMPT, PROMPT], max_new_tokens=24)
     assert [response.text for response in together] == [plain.text] * 2 and together[0].rounds < 24
+
+
+# A profile as one was measured beside other work: seconds of forwards by rows, and of a draft.
+UNEVEN = {1: 0.48, 4: 1.26, 8: 1.22, 16: 0.61, 32: 0.95}
+UNEVEN_DRAFT = 0.08
+
+
+def test_an_uneven_profile_keeps_nobody_from_drafting(measured: None, smollm: Target) -> None:
+    """It made drafts look so dear that a race against plain decoding ended at an accepted length of 1.04."""
+    opened = require_drafter("auto", EMBEDDED_ID).open(smollm)
+    right = machine_profile(smollm, opened.drafter)
+    assert right.path is not None
+    first = right.profile.cells[0]
+    cells = [
+        cell.model_copy(update={name: UNEVEN[cell.tokens] for name in ("low", "median", "high")})
+        if cell.tokens in UNEVEN and cell.requests == 1
+        else cell.model_copy(update={name: 18 * getattr(cell, name) for name in ("low", "median", "high")})
+        for cell in right.profile.cells
+    ]
+    draft = Curve(requests=[1], seconds=[(UNEVEN_DRAFT,) * 3])
+    wrong = right.profile.model_copy(update={"cells": cells, "draft": draft, "draft_one": draft})
+    assert first.requests == first.tokens == 1
+    scheduling_by = by_profile(opened.drafter, replace(right, profile=wrong))
+    prompts = load_prompts("eval_math", 4)
+    lengths = []
+    for prompt in prompts:
+        tokens = render(smollm.tokenizer, prompt.turns[:1], [])
+        response = generate(smollm, tokens, opened.drafter, rules=StopRules(96), policy=scheduling_by.policy)
+        lengths.append(response.accepted_length)
+    assert float(np.mean(lengths)) > 2.0, lengths

@@ -23,12 +23,12 @@ def cells_of(
         tokens = sorted({*range(r, 17), *(r * k for k in range(1, 9)), *((64, 128) if r == 1 else ())})
         for b in tokens:
             seconds = float(cost(r, b, s))
-            found.append(Cell(requests=r, tokens=b, context=s, low=0.9 * seconds, median=seconds, high=1.1 * seconds))
+            found.append(Cell(requests=r, tokens=b, context=s, low=seconds, median=seconds, high=seconds))
     return found
 
 
 def curve(per_request: float, counts: tuple[int, ...] = (1, 2, 4, 8)) -> Curve:
-    return Curve(requests=list(counts), seconds=[(0.0, 0.001 + per_request * n, 1.0) for n in counts])
+    return Curve(requests=list(counts), seconds=[(0.001 + per_request * n,) * 3 for n in counts])
 
 
 def profile_of(cells: list[Cell]) -> Profile:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import outrider.checkpoints.checkpoint as checkpoint_module
-from outrider.checkpoints.checkpoint import load_checkpoint
+import outrider.training.trainer as trainer_module
+from outrider.checkpoints.checkpoint import load_checkpoint, read_metadata
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark
@@ -183,6 +185,28 @@ def test_every_step_is_taken_with_its_own_learning_rate(tmp_path: Path) -> None:
     trainer.train(stop_after=3)
     rates = [learning_rate(step, chosen.optimizer) for step in range(5)]
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {rates[2]} and len(set(rates[1:4])) == 3
+
+
+def test_time_ends_a_training_and_its_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which steps take seconds the rate falls to zero within `max_minutes`, long before the last step."""
+    now = iter(range(100_000))
+    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: float(next(now)))
+    limited = {"steps": 1000, "max_minutes": 0.5, "learning_rate": 1.0, "warmup_fraction": 0.0}
+    trainer = Trainer(recipe(tmp_path, optimizer=limited), make_run(toy_target()))
+    rates = list[float]()
+    step = Trainer._step
+
+    def noted(self: Trainer, *parts: Any) -> Any:
+        report = step(self, *parts)
+        rates.append(self.optimizer.param_groups[0]["lr"])
+        return report
+
+    monkeypatch.setattr(Trainer, "_step", noted)
+    trainer.train()
+    print(rates)
+    assert 2 < len(rates) < 100 and rates == sorted(rates, reverse=True) and rates[-1] < 0.5 < rates[0]
+    assert read_metadata(tmp_path / "drafter")["step"] == len(rates)
+    assert trainer.last_metrics, "measured at the end"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

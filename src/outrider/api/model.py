@@ -307,7 +307,7 @@ class Model:
                 drafter,
                 params=request.params,
                 rules=request.rules,
-                policy=chosen.policy,
+                policy=chosen.policy_for([request.params]),
                 typical=typical,
                 grammar=request.grammar,
                 traced=request.trace,
@@ -325,7 +325,8 @@ class Model:
         outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
         responses: dict[str, Response] = {}
         with self._with_scheduler_state(requests, chosen) as scheduler_state:
-            engine = Engine(target, drafter, chosen.policy, config=config, scheduler_state=scheduler_state)
+            policy = chosen.policy_for([request.params for request in requests])
+            engine = Engine(target, drafter, policy, config=config, scheduler_state=scheduler_state)
             # Close it even when interrupted: the learned state must not keep request ids, which the next batch reuses.
             with closing(engine.run(requests)) as steps:
                 for output in chain.from_iterable(steps):

@@ -11,7 +11,7 @@ neither, no profile         the drafter's recommended threshold, else whole draf
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from outrider.decoding.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.decoding.profile import MachineProfile, machine_profile
 from outrider.decoding.verification import TypicalAcceptance
 from outrider.drafters.base import Drafter
+from outrider.sampling import SamplingParams
 from outrider.target.model import DecodingTarget, Target
 
 UNGATED = "look-ahead"
@@ -39,12 +40,18 @@ class Scheduling:
         name: name of the policy in reports.
         costs: origin of the measured step costs; "" if the policy weighs none.
         profile: file of these costs.
+        uneven: whether they were measured while other work ran.
     """
 
     policy: Policy
     name: str = ""
     costs: str = ""
     profile: Path | None = None
+    uneven: bool = False
+
+    def policy_for(self, params: Sequence[SamplingParams]) -> Policy:
+        """The policy for requests sampled like this: where a seed must give the same tokens again, no clock decides."""
+        return self.policy.reproducible() if any(own.reproducible for own in params) else self.policy
 
     def __str__(self) -> str:
         """Write `draft lengths by look-ahead+skip: step costs measured on ..., FILE`; "" without costs."""
@@ -62,7 +69,7 @@ def by_profile(drafter: Drafter, known: MachineProfile) -> Scheduling:
     draft, step = profile.draft_seconds(1), profile.verify_seconds(np.array([1]), 1, 0.0).item()
     name = BY_PROFILE if drafter.sources.lookup is not None or draft > _NEGLIGIBLE * step else UNGATED
     variant = build_variant(name, drafter.gamma, None, cost=profile)
-    return Scheduling(variant.policy, name, costs=known.facts, profile=known.path)
+    return Scheduling(variant.policy, name, costs=known.facts, profile=known.path, uneven=known.uneven)
 
 
 def given(policy: Policy) -> Scheduling:
@@ -71,19 +78,24 @@ def given(policy: Policy) -> Scheduling:
 
 
 def choose_scheduling(
-    target: DecodingTarget, opened: OpenedDrafter | None, say: Callable[[str], None] | None = None
+    target: DecodingTarget,
+    opened: OpenedDrafter | None,
+    say: Callable[[str], None] | None = None,
+    *,
+    again: bool = False,
 ) -> Scheduling:
     """Choose the default policy; measure step costs if this machine has no profile.
 
     Args:
         say: called with one line before a measurement; None: the logger `outrider`.
+        again: measure step costs even if they are known.
     """
     if opened is None or opened.drafter.trees:
         return given(FixedPolicy())
     if isinstance(target, Target):
         say = say or logging.getLogger("outrider").info
         try:
-            profile = machine_profile(target, opened.drafter, say)
+            profile = machine_profile(target, opened.drafter, say, again=again)
         except ValueError as error:
             say(f"step costs cannot be measured here: {error}")
         else:

@@ -27,6 +27,8 @@ from typing import Any, NoReturn
 
 import httpx
 
+from outrider import SPIN, SPINS
+
 _HEALTH_EVERY = 0.25  # seconds
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 _LAST_LINES = 15
@@ -103,8 +105,10 @@ def check_installed(command: Sequence[str]) -> None:
 
 
 def _environment(added: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables but PYTHONPATH: an engine has packages of its own, often in other versions."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(added)
+    """This process's variables but two: an engine has packages of its own, often in other versions, and decides for
+    itself how long its threads spin."""
+    ours = {"PYTHONPATH"} | ({SPIN} if os.environ.get(SPIN) == SPINS else set())
+    return {name: value for name, value in os.environ.items() if name not in ours} | dict(added)
 
 
 def _not_run(command: Sequence[str], error: OSError) -> ValueError:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outrider.decoding.cost import LearnedCost, StepCost
+from outrider.decoding.cost import StepCost
 from outrider.decoding.engine import Engine
+from outrider.decoding.learned_cost import LearnedCost
 from outrider.decoding.policies import BY_COST, FixedPolicy, Policy, SkipDrafting, ThresholdPolicy
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import Drafter, draft_slots

@@ -2,7 +2,8 @@
 
     race -> responses -> training -> evaluation -> report
 
-Parts that would take longer on a slow machine are shortened to budgets in seconds, and a line says so.
+Training ends when its recipe's `max_minutes` are over, wherever it is by then; an evaluation that would take too long
+is shortened, and a line says so.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _TASKS = ["eval_math", "eval_chat", "eval_code"]
 _RACE_TOKENS = 64
 _PACKAGED = "packaged"  # in the settings of a responses file: how many of them came with the package
 _LIVE = 4  # prompts of each source that are answered here, where packaged responses are there for the others
-_TRAINING_SECONDS, _EVALUATION_SECONDS = 270.0, 150.0
-_FEWEST_STEPS, _FEWEST_TOKENS = 80, 24
+_EVALUATION_SECONDS = 150.0
+_FEWEST_TOKENS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,6 @@ def demo(config: DemoConfig) -> None:
         plain_rate = race(shown, console)
     console.rule("responses of the target to train on")
     recipe = add_packaged_responses(recipe, target, console)
-    recipe = fit_training(recipe, target, console)
     console.rule("training")
     run_training(recipe, target, console)
     console.rule("the drafter trained just now, on prompts that it has not seen")
@@ -239,28 +239,8 @@ def add_packaged_responses(recipe: Recipe, target: Target, console: Console) -> 
 
 
 # ----------------------------------------------------------------------------
-# Budgets.
+# The evaluation's budget.
 # ----------------------------------------------------------------------------
-
-
-def fit_training(recipe: Recipe, target: Target, console: Console) -> Recipe:
-    """The recipe with as many steps as fit the budget, by a measured step; a run that has begun keeps its own."""
-    from outrider.training.estimate import estimate
-    from outrider.training.state import read_run
-
-    if began := read_run(Path(recipe.out) / "state"):
-        return _with_steps(recipe, began["settings"]["optimizer"]["steps"])
-    found, config = estimate(recipe, target, say=lambda line: show_lines(console, line)), recipe.optimizer
-    room = _TRAINING_SECONDS - found.part("features").seconds - found.part("checks").seconds
-    fitting = math.floor(room / max(found.step_seconds, 1e-9))
-    steps = min(config.steps, max(fitting, _FEWEST_STEPS))
-    if steps < config.steps:
-        show_lines(console, f"{steps} steps instead of {config.steps}, for about {_TRAINING_SECONDS:.0f} seconds here")
-    return _with_steps(recipe, steps)
-
-
-def _with_steps(recipe: Recipe, steps: int) -> Recipe:
-    return recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"steps": steps})})
 
 
 def fit_evaluation(tokens: int, samples: int, plain_rate: float, console: Console) -> int:
@@ -298,4 +278,4 @@ def _measure(model: Model, settings: TaskSettings, out: Path, console: Console) 
             versions=versions(),
             on_progress=on_progress,
         )
-    report(results, out, console, verdict=drafter_verdict(speedups(results), {}))
+    report(results, out, console, verdict=drafter_verdict(speedups(results), {}, uneven=chosen.uneven))

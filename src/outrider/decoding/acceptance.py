@@ -294,6 +294,7 @@ class Acceptance:
         self._slots = Slots()
         self._means_S2K = np.empty((0, 2, gamma))  # the same by request, NaN before its first draft
         self._steps = 0  # all of them
+        self._shallow = 0  # steps with drafts since the last whole one
         self._drafted_S = np.empty(0, dtype=np.int64)  # steps before its last draft, or before it came; -1: nobody's
 
     def plan_view(
@@ -319,6 +320,7 @@ class Acceptance:
             other_requests=other_requests,
             typical_K=self._expected_K(),
             lookup_RK=lookup_RK,
+            shallow=self._shallow,
         )
 
     def step_view(
@@ -376,6 +378,7 @@ class Acceptance:
             own_RJ = view.own_RK[:, : self.gamma]
             self._estimates.observe(ids, verified_R, accepted_R, groups_R=_groups(view), confidences_RK=own_RJ)
             if drafted_R.any():
+                self._shallow = 0 if by_drafter_R.max() == self.gamma else self._shallow + 1
                 self._no_confidences = bool(np.isnan(view.own_RK[drafted_R]).any())
         self._past.append(PastStep(view.confidences_RK, view.drafted_R))
         self._steps += 1

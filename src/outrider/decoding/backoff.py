@@ -4,7 +4,7 @@ Considering drafts costs as much as a row of the forward: look-ups, the plan, th
 After n steps in a row in which no draft was verified, 2^n - 1 steps go without, at most 7, or 31 with four requests or
 more. A pause ends early if a quarter of the requests are new, or if half of them have left: fewer requests make drafts
 cheaper. If nothing is verified then either, the next pause is as long as if this one had not ended early. A step also
-goes without drafts if the cost of such steps is not known well enough to compare with (`LearnedCost.lacks_plain`).
+does as `LearnedCost.trial` says, if the cost of one sort of steps is not known well enough to compare with.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from outrider.decoding.cost import learned
+from outrider.decoding.learned_cost import learned
 from outrider.decoding.policies import Policy
 
 SOME, MANY = 4, 8  # requests of a step
@@ -53,9 +53,10 @@ class Backoff:
             decoding: requests of the step, those included that may not.
             other_tokens: rows of the step's forward that verify nothing.
         """
-        if self._learned_cost is not None and not other_tokens and self._learned_cost.lacks_plain(decoding):
+        trial = None if self._learned_cost is None or other_tokens else self._learned_cost.trial(decoding)
+        if trial is not None and not trial.drafts:
             return Pause("the round went without drafts, to learn what they cost", 0)
-        if not self._pauses(ids):
+        if trial is not None or not self._pauses(ids):
             return None
         shortest = 0 if decoding >= MANY else 3 if decoding >= SOME else 1
         return Pause("no draft was worth verifying in the rounds before, so none was looked for", shortest)

@@ -8,10 +8,8 @@ B than tau / forward(B). `Profile` holds these costs as measured on one machine 
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -83,110 +81,6 @@ class SpsTable:
 
 
 # ----------------------------------------------------------------------------
-# The online correction of a profile, by the steps of an engine: the one place where costs are learned while serving. A
-# profile is one minute of a machine, with greedy rows; sampled rows, another mixture of lengths and a busier machine
-# take another time. `observe` is called after each step, and `lacks_plain` asks for steps to compare with.
-#
-#     seconds of a step with drafts  =  rho_R * predicted                                            R: by powers of two
-#     log rho_R  =  0.99^n (mean log(taken / predicted) of such steps  -  that of steps without drafts)
-#
-# The second mean takes out how fast the machine is, which no decision depends on. n steps without drafts since the last
-# with some: the correction ages, or one that stops drafts would never be tested again. If every step has drafts, some
-# go without, to compare with. Steps that read prompts count for neither. Only counts and times of earlier steps are
-# read, so the output stays exact.
-# ----------------------------------------------------------------------------
-
-
-_REMEMBERED = 24  # steps
-_FEWEST = 4  # of either sort, before anything is corrected
-_STRAY = 0.25  # of a logarithm: a step further from the mean counts as this far, whatever kept it
-_KEPT = 0.99  # of a correction, by each step without drafts
-_COMPARED = 64  # steps with drafts, at most, from one without to the next
-_CONTEXT = 32  # tokens: what a step without drafts is predicted to take hardly differs within so many
-
-
-@dataclass(frozen=True)
-class LearnedCost:
-    """A cost whose steps with drafts are corrected by what they take. One for each engine.
-
-    A request alone is not corrected: so what a seed says there does not depend on a clock.
-    """
-
-    cost: StepCost
-    # (bits of R, whether there are drafts) -> steps, mean log
-    _known: dict[tuple[int, bool], tuple[int, float]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    # (R, context / _CONTEXT) -> predicted seconds of a step without drafts
-    _plain_seconds: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    # (bits of R, whether there are drafts) -> steps of this sort since the last of the other
-    _since: dict[tuple[int, bool], int] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
-        seconds_N = self.cost.seconds(tokens_N, requests, context)
-        rho = self._rho(requests)
-        return seconds_N if rho == 1 else np.where(tokens_N > requests, rho, 1.0) * seconds_N
-
-    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
-        return self.cost.draft_seconds(drafting, depth)
-
-    def observe(
-        self, seconds: float, requests: int, context: float, *, verified: int, drafting: int, depth: int
-    ) -> None:
-        """Update from a step that read no prompt, verified so many drafts in all, and drafted for `drafting` requests,
-        `depth` tokens each at most.
-        """
-        if requests < 2:
-            return
-        bits, drafts = requests.bit_length(), bool(verified or drafting)
-        if drafts:
-            predicted = self._predicted(requests + verified, requests, context)
-            if drafting:
-                predicted += self.cost.draft_seconds(drafting, depth)
-        else:
-            predicted = self._plain(requests, context)
-        key = bits, drafts
-        count, mean = self._known.get(key, (0, 0.0))
-        off = math.log(seconds / predicted)
-        # What is known of a sort counts for less, the more steps of the other went by: the machine may have changed.
-        count = min(count, max(_FEWEST, _REMEMBERED - self._since.get((bits, not drafts), 0)))
-        if count >= _FEWEST:
-            off = min(max(off, mean - _STRAY), mean + _STRAY)
-        count = min(count + 1, _REMEMBERED)
-        self._known[key] = count, mean + (off - mean) / count
-        self._since[key] = self._since.get(key, 0) + 1
-        self._since[bits, not drafts] = 0
-
-    def _predicted(self, tokens: int, requests: int, context: float) -> float:
-        return float(self.cost.seconds(np.array([tokens]), requests, context)[0])
-
-    def _plain(self, requests: int, context: float) -> float:
-        """Of a step without drafts, at a context in steps of `_CONTEXT`: computed once, as most steps may be such."""
-        key = requests, int(context) // _CONTEXT
-        if key not in self._plain_seconds:
-            self._plain_seconds[key] = self._predicted(requests, requests, (key[1] + 0.5) * _CONTEXT)
-        return self._plain_seconds[key]
-
-    def lacks_plain(self, requests: int) -> bool:
-        """Whether a step without drafts is to come next, because too little is known of such steps."""
-        key = requests.bit_length(), True
-        plain, _ = self._known.get((key[0], False), (0, 0.0))
-        return self._since.get(key, 0) >= (_FEWEST if plain < _FEWEST else _COMPARED)
-
-    def _rho(self, requests: int) -> float:
-        bits = requests.bit_length()
-        (plain, plain_mean), (drafts, drafts_mean) = (self._known.get((bits, sort), (0, 0.0)) for sort in (False, True))
-        if min(plain, drafts) < _FEWEST:
-            return 1.0
-        return math.exp(_KEPT ** self._since[bits, False] * (drafts_mean - plain_mean))
-
-
-def learned(cost: StepCost | None) -> LearnedCost | None:
-    """The cost as one that takes observations; None: it takes none."""
-    return cost if isinstance(cost, LearnedCost) else None
-
-
-# ----------------------------------------------------------------------------
 # The additive form:   seconds of a forward  ~  bias + alpha R + theta B + sigma R S
 #
 # Four numbers: per forward, per request, per token, per cached token read. Least squares on *relative* errors, so that
@@ -224,7 +118,7 @@ class Additive(BaseModel):
     def fit(cells: Sequence[Cell]) -> Additive:
         """Fit at least one cell; where all cells agree on an axis, the smallest coefficients are taken."""
         shape_N4 = np.array([(1, c.requests, c.tokens, c.requests * c.context) for c in cells], dtype=np.float64)
-        seconds_N = np.array([c.median for c in cells])
+        seconds_N = np.array([c.low for c in cells])
         # Columns of one size: lstsq drops directions by singular value, and R S is thousands of times larger than 1.
         size_4 = shape_N4.max(axis=0).clip(min=1)
         weighted_N4 = shape_N4 / size_4 / seconds_N[:, None]
@@ -240,7 +134,8 @@ class Additive(BaseModel):
 
 
 # ----------------------------------------------------------------------------
-# Seconds of a target forward by (R requests, B tokens, S mean context), interpolated between measured cells:
+# Seconds of a target forward by (R requests, B tokens, S mean context), interpolated between measured cells. Of a cell
+# the lower quartile counts, because other work on the machine only adds:
 #
 #        B = 1 2 3 4 5 6 7 8 ...      16        32        64        128
 #     R = 1  o o o o o o o o o o o o o o o o o o o         o          o . . theta      o cells
@@ -256,6 +151,30 @@ class Additive(BaseModel):
 # plus their difference. Below the first row of all lies the additive form's theta B. Requests and contexts in between
 # are linear; beyond the last cells the additive form goes on. Shapes: N token counts asked for; B = 0..edge.
 # ----------------------------------------------------------------------------
+
+
+# What one more row of a forward usually costs, in forwards of one row: of models of some hundred million parameters on
+# two cores, and of larger ones on a GPU.
+_USUAL_ROW = {"cpu": 0.04, "gpu": 0.003}
+_USUAL_SPREAD = 0.5  # of the logarithm of a cell around it
+
+
+def believed(cells: Sequence[Cell], row: float) -> list[Cell]:
+    """The cells, drawn to what rows usually cost the more, the less their repeats agree.
+
+    Both are normal in the logarithm: the measurement with a standard deviation of its quartiles' distance, the usual
+    cost with `_USUAL_SPREAD`. A cell of 4 % moves by less than 1 % of the way, one of 60 % by more than a half.
+
+    Args:
+        row: what one more row usually costs, in forwards of one row.
+    """
+    anchor = min(cells, key=lambda cell: (cell.tokens, cell.context))
+    drawn = []
+    for cell in cells:
+        usual = anchor.low * (1 + row * (cell.tokens - 1)) / (1 + row * (anchor.tokens - 1))
+        weight = _USUAL_SPREAD**2 / (_USUAL_SPREAD**2 + ((cell.high - cell.low) / cell.median) ** 2)
+        drawn.append(cell.model_copy(update={"low": cell.low**weight * usual ** (1 - weight)}))
+    return drawn
 
 
 class ForwardTable:
@@ -281,7 +200,7 @@ class ForwardTable:
                 row_B = self._seconds_RSB[r, s] = _row(measured[requests, context], row_B)
 
     def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
-        """Medians [N]; contexts shorter than the shortest cost as much as that."""
+        """Seconds [N]; contexts shorter than the shortest cost as much as that."""
         r, r_next, along_r = _between(self.requests, requests)
         s, s_next, along_s = _between(self.contexts, context)
         table, at_N = self._seconds_RSB, np.minimum(tokens_N, self.edge)
@@ -336,7 +255,7 @@ def _by_row(cells: Sequence[Cell]) -> dict[tuple[int, int], dict[int, float]]:
         row = measured.setdefault((c.requests, c.context), {})
         if c.tokens in row:
             raise ValueError(f"cells: {c.requests} requests, {c.tokens} tokens at context {c.context} come twice")
-        row[c.tokens] = c.median
+        row[c.tokens] = c.low
     return measured
 
 
@@ -409,14 +328,14 @@ class Curve(BaseModel):
         return self
 
     def at(self, requests: int) -> float:
-        """The median, linear between counts and, with the last slope, beyond them; 0 for no request."""
+        """The lower quartile, linear between counts and, with the last slope, beyond them; 0 for no request."""
         if requests <= 0:
             return 0.0
         counts = self.requests
         if requests <= counts[0] or len(counts) == 1:
-            return self.seconds[0][1] * max(1.0, requests / counts[0])
+            return self.seconds[0][0] * max(1.0, requests / counts[0])
         i = min(bisect_right(counts, requests), len(counts) - 1)
-        low, high = self.seconds[i - 1][1], self.seconds[i][1]
+        low, high = self.seconds[i - 1][0], self.seconds[i][0]
         # Noise may tilt the last piece down, and no number of requests is free.
         slope = (high - low) / (counts[i] - counts[i - 1])
         return low + (slope if requests <= counts[i] else max(slope, 0.0)) * (requests - counts[i - 1])
@@ -455,7 +374,8 @@ class Profile(BaseModel):
     @cached_property
     def table(self) -> ForwardTable:
         """Target forwards, interpolated between the cells."""
-        return ForwardTable(self.cells, self.fit)
+        row = _USUAL_ROW["gpu" if self.setting.threads is None else "cpu"]
+        return ForwardTable(believed(self.cells, row), self.fit)
 
     @model_validator(mode="after")
     def _complete(self) -> Profile:

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from outrider.decoding.acceptance import Acceptance, known_verdicts
 from outrider.decoding.backoff import Backoff, Pause
-from outrider.decoding.cost import Ints, learned
+from outrider.decoding.cost import Ints
+from outrider.decoding.learned_cost import learned
 from outrider.decoding.policies import Policy, StepView
 from outrider.decoding.prompt_lookup import Lookup, PromptLookup, may_read_responses
 from outrider.decoding.request import RequestState
@@ -323,13 +324,24 @@ class Drafting:
         verified_R, accepted_R = known_verdicts(verified_R, accepted_R, committed_R)
         self.acceptance.observe(ids, view, verified_R=verified_R, accepted_R=accepted_R)
 
-    def observe_cost(self, drafted: Drafted, seconds: float, context: float, *, verified: int) -> None:
-        """Update the cost of a step that read no prompt: its length, and how many drafts were verified in all."""
+    def observe_cost(
+        self, drafted: Drafted, seconds: float, context: float, *, verified: int, draft_seconds: float
+    ) -> None:
+        """Update the cost of a step that read no prompt: its seconds, those of the drafts among them, and how many
+        drafts were verified in all.
+        """
         cost = learned(self.policy.step_cost)
         if cost is not None:
             depths = [len(proposal.draft.tokens) for proposal in drafted.proposals if proposal.source == "drafter"]
-            requests, depth = len(drafted.proposals), max([1, *depths])
-            cost.observe(seconds, requests, context, verified=verified, drafting=drafted.drafting, depth=depth)
+            cost.observe(
+                seconds,
+                len(drafted.proposals),
+                context,
+                verified=verified,
+                drafting=drafted.drafting,
+                depth=max([1, *depths]),
+                draft_seconds=draft_seconds,
+            )
 
     def reason(self, drafted: Drafted, view: StepView | None, lengths_R: Ints, request: int) -> str:
         """Why no more drafts of request number `request` were verified in this step, for people.

@@ -106,8 +106,6 @@ class Engine:
         scheduler_state: acceptance estimates of earlier requests, which are updated; none by default.
         kv: a pool of at least the config's blocks; the target's own by default.
         clock: seconds since some moment.
-        learns_costs: whether the seconds of steps correct a `LearnedCost` of the policy. They differ from run to run,
-            and so would what is drafted.
 
     Raises:
         ValueError: a drafter of trees for a target that cannot verify them, or a target whose requests cannot be
@@ -126,13 +124,12 @@ class Engine:
         scheduler_state: SchedulerState | None = None,
         kv: KVPool | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        learns_costs: bool = True,
     ) -> None:
         self.target, self.typical, self.randomness = target, typical, randomness
         self.policy: Policy = policy or FixedPolicy()
         self.drafting = Drafting(drafter, self.policy, scheduler_state)
         self.config = config or default_config(target)
-        self.clock, self.learns_costs = clock, learns_costs
+        self.clock = clock
         self.aux_layers = () if drafter is None else drafter.aux_layers
         if drafter is not None and drafter.trees:
             target.check_trees()
@@ -416,9 +413,9 @@ class Engine:
         """The outputs with their share of the step's seconds; `last` is its record."""
         draft, verify = step.draft_clock.take(), step.verify_clock.take()
         seconds = self.clock() - step.started  # after the clocks, which wait for what a GPU has yet to do
-        if self.learns_costs and results and not step.prefill_tokens:
+        if results and not step.prefill_tokens:
             verified = sum(len(result.verified.tokens) for result in results.values())
-            self.drafting.observe_cost(step.drafted, seconds, step.context, verified=verified)
+            self.drafting.observe_cost(step.drafted, seconds, step.context, verified=verified, draft_seconds=draft)
         other = seconds - draft - verify
         self.last = StepRecord(
             seconds=seconds,

@@ -88,7 +88,6 @@ def stream(
         randomness=randomness,
         scheduler_state=scheduler_state,
         kv=kv,
-        learns_costs=False,  # a seed gives the same tokens again
     )
     reading = 0.0  # seconds of steps that only read the prompt
     try:

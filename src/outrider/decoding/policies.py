@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.decoding.cost import Flags, Floats, Ints, StepCost, decoding_seconds
+from outrider.decoding.learned_cost import Trial, learned
 
 # ----------------------------------------------------------------------------
 # What a policy may read.
@@ -51,6 +52,7 @@ class PlanView:
         typical_K: the mean of `expected_RK` over all requests so far; None before the first draft.
         lookup_RK: expected confidences of the prompt lookup that each request may verify in place of a draft, 0 after
             its end; None: there is no prompt lookup.
+        shallow: steps with drafts since the last draft of all positions.
     """
 
     expected_RK: Floats
@@ -60,6 +62,7 @@ class PlanView:
     other_requests: int = 0
     typical_K: Floats | None = None
     lookup_RK: Floats | None = None
+    shallow: int = 0
 
     def lookup_survival_RK(self) -> Floats:
         """Survival of the prompt lookups, [R, K']; K' = 0 without prompt lookup."""
@@ -179,6 +182,7 @@ class StepView:
 
 # What a draft and one more verified token cost if nothing was measured, in plain steps of one request.
 _DRAFT_GUESS, _TOKEN_GUESS = 0.2, 0.05
+_SHALLOW = 16
 _PRIOR = 0.5  # confidence in a token of a drafter that has not drafted yet
 
 
@@ -204,6 +208,10 @@ class Policy:
     def step_cost(self) -> StepCost | None:
         """What it weighs expected tokens against; None: it weighs no costs."""
         return None
+
+    def reproducible(self) -> Policy:
+        """The same policy without costs that are learned from a clock: what it decides is the same in every run."""
+        return self
 
     def depths(self, view: PlanView) -> Ints:
         """How many tokens each request drafts at most, [R]; 0: it verifies its prompt lookup, or nothing.
@@ -572,7 +580,9 @@ BY_COST: dict[str, Callable[[StepCost], CostPolicy]] = {  # by the names of thei
 # confidences need no probe: their estimates decay to the prior. Each request that skips saves `probe_share` of its
 # share of the step, and some of those that have waited longest draft once their savings pay for it: probes cost
 # `probe_share` of the time at most, and at most a quarter of the requests probe in one step. Nobody probes if drafts
-# would not pay even if half of the refused tokens were accepted.
+# would not pay even if half of the refused tokens were accepted. For the same reason drafts kept short are made whole
+# once in `_SHALLOW` steps: nothing is seen of positions that are not drafted, and one hard beginning would keep them
+# short for ever.
 # ----------------------------------------------------------------------------
 
 
@@ -632,7 +642,22 @@ class SkipDrafting(Policy):
     def step_cost(self) -> StepCost:
         return self.cost
 
+    def reproducible(self) -> SkipDrafting:
+        cost = learned(self.cost)
+        if cost is None:
+            return self
+        policy = replace(self.policy, cost=cost.cost) if isinstance(self.policy, CostPolicy) else self.policy
+        return replace(self, cost=cost.cost, policy=policy)
+
+    def _trial(self, decoding: int, other_tokens: int) -> Trial | None:
+        """The drafts that this step makes and verifies whatever they promise, to learn what they cost."""
+        cost = learned(self.cost)
+        trial = None if cost is None or other_tokens else cost.trial(decoding)
+        return trial if trial is not None and trial.drafts else None
+
     def lengths(self, view: StepView) -> Ints:
+        if self._trial(len(view.drafted_R), view.other_tokens):
+            return view.drafted_R
         return self.policy.lengths(view)
 
     def reason(self, view: StepView, lengths_R: Ints, request: int) -> str:
@@ -650,6 +675,10 @@ class SkipDrafting(Policy):
         gain_R = survival_RK.sum(axis=1) - lookup_RK.sum(axis=1)
         ranked_R = np.argsort(-gain_R, kind="stable")
         decoding = requests + view.other_requests
+        trial = self._trial(decoding, view.other_tokens)
+        if trial is not None:
+            depths_R[ranked_R[: max(1, requests // 4)]] = max(1, gamma >> trial.halvings)
+            return depths_R
         context = float(view.contexts_R.mean())
         most = np.arange(1 + survival_RK.size + lookup_RK.size)
         undrafted_M = decoding_seconds(self.cost, most, decoding, other_tokens=view.other_tokens, context=context)
@@ -671,7 +700,7 @@ class SkipDrafting(Policy):
         # in the measured prices).
         if planned(1, 1, [survival_RK, lookup_RK]).throughput() > (1 + self.margin) * plan.throughput():
             plan = self._better(plan, tried, gamma=gamma, counts=_halves(max(1, int(np.count_nonzero(gain_R > 0)))))
-        depths_R[ranked_R[: plan.drafting]] = plan.depth
+        depths_R[ranked_R[: plan.drafting]] = gamma if view.shallow >= _SHALLOW else plan.depth
         probing = self._probing(view, depths_R == 0, plan)
         if len(probing) and not plan.drafting:
             hoped_RK: Floats = np.cumprod((1 + expected_RK) / 2, axis=1, dtype=np.float64)

@@ -60,6 +60,8 @@ _EVERY = 16  # rows per request up to which every count is measured; beyond it, 
 _BLOCK_SIZE = 16  # of the KV pool
 READ = 2  # committed tokens of a request that its drafter reads after a step
 FEWEST_SWEEPS = 3  # fewer give no median
+STEADY = 0.2  # most spread of a profile that is kept for long
+_FALLS = 0.1  # of the seconds of a smaller forward, that a larger one may seem to take less
 WARM_UP_STEPS = 2
 
 
@@ -145,16 +147,35 @@ def sweep(
         job()
     timed: dict[Key, list[float]] = {key: [] for key in jobs}
     order, shuffle = list(jobs), random.Random(0).shuffle
-    for number in range(repeats):
+    for number in range(2 * repeats):
+        if number >= repeats:  # twice as many of those that contradict themselves or others
+            order = doubtful(timed)
+            if not order:
+                break
         begun = time.perf_counter()
         shuffle(order)
         for done, key in enumerate(order, 1):
             timed[key].append(jobs[key]())
-            on_progress("profile", number * len(order) + done, repeats * len(order))
+            on_progress("profile", min(number, repeats - 1) * len(order) + done, repeats * len(order))
         now = time.perf_counter()
-        if number + 1 >= FEWEST_SWEEPS and now - started + (now - begun) > seconds:
+        if number + 1 >= FEWEST_SWEEPS and now - started + (now - begun) > seconds * (1 if number < repeats else 2):
             break
     return timed
+
+
+def doubtful(timed: dict[Key, list[float]]) -> list[Key]:
+    """Jobs to repeat: their seconds vary by more than `STEADY`, or a larger forward took less than a smaller one."""
+    found = set[Key]()
+    smaller: Key | None = None
+    for key in sorted(timed, key=lambda key: (key[0], key[1][0], key[1][2], key[1][1])):  # rows last
+        low, median, high = quartiles(timed[key])
+        if (high - low) / median > STEADY:
+            found.add(key)
+        same_row = smaller is not None and (smaller[0], *smaller[1][::2]) == (key[0], *key[1][::2])
+        if smaller is not None and same_row and low < (1 - _FALLS) * quartiles(timed[smaller])[0]:
+            found |= {smaller, key}
+        smaller = key
+    return sorted(found)
 
 
 def engine_steps(
@@ -280,7 +301,7 @@ def measure_profile(
     for r, b, s in shapes:
         low, median, high = quartiles(timed["forward", (r, b, s)])
         cells.append(Cell(requests=r, tokens=b, context=s, low=low, median=median, high=high))
-    repeats = len(timed["forward", shapes[0]])  # as many as `seconds` allowed
+    repeats = min(len(seconds) for seconds in timed.values())  # as many as `seconds` allowed
     plain = {
         n: [step.other_seconds for step in engine_steps(target, None, config.params(n), repeats=repeats)]
         for n in counts
@@ -337,12 +358,11 @@ def break_even(profile: Profile, context: int, rows: int) -> dict[int, float]:
 #
 # A machine that does other work measures too long and unevenly. Policies weigh costs against each other, so a machine
 # that is slower in everything changes nothing; uneven times do. A profile states its spread (`Profile.spread`): an
-# uneven one is used, but only for an hour before it is measured again; a steady one is used for a month.
+# uneven one is used, but only for ten minutes before it is measured again; a steady one is used for a month.
 # ----------------------------------------------------------------------------
 
 
-STEADY = 0.2  # most spread of a profile that is kept for long
-_KEPT = {True: 30 * 86400.0, False: 3600.0}  # seconds, by whether it is steady
+_KEPT = {True: 30 * 86400.0, False: 600.0}  # seconds, by whether it is steady
 
 
 @dataclass(frozen=True)
@@ -357,18 +377,25 @@ class MachineProfile:
 
     @property
     def facts(self) -> str:
-        """`step costs measured on 2026-11-23, spread 4 %`"""
+        """`step costs measured on 2026-11-23, spread 4 %`; of an uneven one also why, and what comes of it."""
         when = f"on {self.profile.date}" if self.seconds is None else f"now in {self.seconds:.1f} s"
-        return f"step costs measured {when}, spread {100 * self.profile.spread:.0f} %"
+        facts = f"step costs measured {when}, spread {100 * self.profile.spread:.0f} %"
+        return f"{facts} (uneven: other work ran meanwhile; decoding corrects them)" if self.uneven else facts
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the same measurement gave so different seconds that other work must have run beside it."""
+        return self.profile.spread > STEADY
 
 
 def machine_profile(
-    target: Target, drafter: Drafter | None, say: Callable[[str], None] = lambda line: None
+    target: Target, drafter: Drafter | None, say: Callable[[str], None] = lambda line: None, *, again: bool = False
 ) -> MachineProfile:
     """Read the machine's profile, or measure and keep it. Of several processes one measures and the others wait.
 
     Args:
         say: told in one line before anything is measured.
+        again: measure even if a profile is kept that may be used.
 
     Raises:
         ValueError: the target cannot be measured: the engine does not batch its family, or its layers are sharded.
@@ -377,13 +404,13 @@ def machine_profile(
         raise ValueError(f"{target.name} is sharded over processes, which would have to measure it together.")
     setting = setting_of(target, drafter)
     path = profile_path(target, setting)
-    known = _read(path, setting)
+    known = None if again else _read(path, setting)
     if known is not None:
         return MachineProfile(known, path, None)
     with ExitStack() as stack:
         with suppress(OSError):  # a read-only home: measured by every process, for itself
             stack.enter_context(sole_process(path.with_suffix(".lock")))
-        known = _read(path, setting)
+        known = None if again else _read(path, setting)
         if known is not None:
             return MachineProfile(known, path, None)
         say(f"measuring what a step of {setting.target} costs here, to choose draft lengths by; kept in {path}")

@@ -87,7 +87,8 @@ def evaluate(
     same rank), and seconds are summed, so rates are those of one process.
 
     Args:
-        policy: in which rounds it drafts, and how many drafts are verified; in all, and all of them, by default.
+        policy: in which rounds it drafts, and how many drafts are verified; in all, and all of them, by default. With a
+            seed on which tokens depend it decides by costs that no clock corrects.
         recorded: further settings for the results, such as the drafter's directory; they replace those of their name.
         typical: lossy acceptance, which may change the output; the results say so.
         concurrency: prompts decoded together.
@@ -97,6 +98,8 @@ def evaluate(
         the engine cannot do.
     """
     policy, together = policy or FixedPolicy(), concurrency > 1
+    if settings.params.reproducible:
+        policy = policy.reproducible()
     decode = partial(decode_turns, target, drafter, policy=policy, typical=typical, together=together)
     loaded = load_tasks(tasks, settings.max_samples)
     _check_lengths(loaded, target, settings.thinking)

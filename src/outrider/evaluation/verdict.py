@@ -61,6 +61,7 @@ def drafter_verdict(
     others: Mapping[str, Sequence[Speedup]],
     *,
     chosen: str = "",
+    uneven: bool = False,
     fewer: str = "",
     train: str = "",
     keep: Sequence[str] = (),
@@ -71,6 +72,7 @@ def drafter_verdict(
         tasks: speedups of the drafter by task.
         others: speedups of other choices (`--drafter ngram`) on some of the same turns.
         chosen: how many drafts were verified, and by what costs; "" where all were, or as many as asked.
+        uneven: whether those costs were measured while other work ran.
         fewer: the option that verifies fewer drafts; "" where there is none.
         train: the command that trains a better drafter.
         keep: what to do next where the drafter is worth keeping, as lines.
@@ -87,6 +89,8 @@ def drafter_verdict(
         lines = [f"Verdict: not known yet: {figure}, give or take {error:.2f}."]
     if chosen:
         lines.append(f"{chosen[0].upper()}{chosen[1:]}.")
+    if uneven and found != "faster":
+        lines.append("The verdict is in doubt: other work ran beside the measurements. Repeat them on a quiet machine.")
     if turns < _FEW or vague:
         lines.append(
             f"That is {turns} turn{'s' * (turns > 1)}: measure more before you rely on it (--max-samples, or a longer "

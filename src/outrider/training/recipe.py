@@ -68,6 +68,9 @@ class OptimizerSection(Section):
     """Optimizer steps of the whole run; with epochs, which replace it, as many as those have."""
     epochs: int | None = Field(None, ge=1)
     """Passes over the samples, instead of steps; the samples that do not fill an epoch's last step are left out."""
+    max_minutes: float | None = Field(None, gt=0)
+    """Training ends after so long at the latest, and its schedule with it: the learning rate follows the share of the
+    steps or of the time, whichever is larger. Weights then depend on how fast the machine is; null: no limit."""
     sequences_per_step: int = Field(4, ge=1)
     """Conversations of one step."""
     anchors_per_step: int | None = Field(None, ge=1)
@@ -104,7 +107,7 @@ class OptimizerSection(Section):
         With epochs, steps are there once the trainer has counted them.
         """
         fields: dict[str, Any] = handler(self)
-        added = {"anchors": "random", "epochs": None}
+        added = {"anchors": "random", "epochs": None, "max_minutes": None}
         if self.epochs is not None and "steps" not in self.model_fields_set:
             del fields["steps"]
         return {name: value for name, value in fields.items() if name not in added or value != added[name]}

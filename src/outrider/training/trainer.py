@@ -8,6 +8,8 @@ The samples and the loss denominator of a step do not depend on the number of ra
 run that was killed and started again ends with the same weights as one that was not.
 
     lr(s) = lr (s + 1) / w   for s < w = warmup_fraction * steps;      lr/2 (1 + cos(pi (s - w) / (steps - w)))   after
+
+With `optimizer.max_minutes`, s is the larger one of the steps taken and of `steps` times the share of the time gone.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from outrider.utils.locks import LOCK, sole_process
 from outrider.utils.measure import versions
 
 
-def learning_rate(step: int, config: OptimizerSection) -> float:
+def learning_rate(step: float, config: OptimizerSection) -> float:
     """Linear warm-up, then a cosine that is zero at `steps`."""
     warmup = max(1, round(config.warmup_fraction * config.steps))
     if step < warmup:
@@ -99,7 +101,7 @@ _FREE_TO_CHANGE: Any = {
         "batch_size",
         "max_minutes",
     },
-    "optimizer": {"max_anchors_per_forward", "max_context_per_forward", "checkpoint_activations"},
+    "optimizer": {"max_minutes", "max_anchors_per_forward", "max_context_per_forward", "checkpoint_activations"},
 }
 
 _NOT_RECORDED: Any = {  # places and addresses, which a published checkpoint should not name
@@ -197,14 +199,15 @@ class Trainer:
                 for done in range(first + 1, last + 1):
                     report = self._step(done - 1, batches)
                     self.seconds = time.perf_counter() - started
-                    stop = self._after_step(done, report, done == last, log=log)
+                    ended = done == last or self._scheduled(done) >= self.recipe.optimizer.steps
+                    stop = self._after_step(done, report, ended, log=log)
                     tau = self.last_metrics.get("expected_length_greedy", 1)
                     losses.append(report.loss)
                     status = f"loss {sparkline(losses)} {report.loss:.3f}  tau {tau:.2f}  {log.speed}"
                     bar.update(task, completed=done, status=status)
-                    if main and not bar.console.is_terminal and (done == last or done % self.recipe.eval_every == 0):
+                    if main and not bar.console.is_terminal and (ended or done % self.recipe.eval_every == 0):
                         bar.console.print(f"step {done} of {self.recipe.optimizer.steps}: {status}", highlight=False)
-                    if stop:
+                    if stop or ended:
                         break
         finally:
             source.close()
@@ -224,6 +227,14 @@ class Trainer:
                 if not step:
                     self.meters.window()
         return self.meters.window()
+
+    def _scheduled(self, step: int) -> float:
+        """How far along its schedule step `step` is, in steps; the same on all ranks."""
+        config = self.recipe.optimizer
+        if config.max_minutes is None:
+            return step
+        share: float = self.ranks.from_main(lambda: (self.seconds_before + self.seconds) / (60 * config.max_minutes))
+        return max(float(step), min(share, 1.0) * config.steps)
 
     def _share(self, step: int) -> list[list[Chosen]]:
         """This rank's micro-batches of a step."""
@@ -257,8 +268,9 @@ class Trainer:
         """One optimizer step on the next batches."""
         drafter, samples, config = self.run.drafter, self.run.samples, self.recipe.optimizer
         weight = total_weight(self.schedule.step(step), samples, self.weights_K)
+        scheduled = self._scheduled(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
+            group["lr"] = learning_rate(scheduled, config)
         self.optimizer.zero_grad(set_to_none=True)
         sums = torch.zeros(5, dtype=torch.float64, device=self.ranks.device)  # ..., positions, signals
         share = self._share(step)
@@ -267,7 +279,7 @@ class Trainer:
             with self.meters.forward_backward:
                 drafter.train(bool(part))  # routers do not count the rows of an idle batch
                 output = self.parallel.backward(
-                    batch, weight, last=number == len(share), counts=bool(part), progress=step / config.steps
+                    batch, weight, last=number == len(share), counts=bool(part), progress=scheduled / config.steps
                 )
                 if part:
                     values = output.loss.detach(), output.agreement_N.sum(), output.acceptance_N.sum()
@@ -310,15 +322,16 @@ class Trainer:
             self.interrupted = self.signal.received or signal.SIGTERM  # this rank's, or another's
         if done % recipe.log_every == 0:
             values = {name: getattr(report, name) for name in ("loss", "agreement", "acceptance", "gradient_norm")}
-            rate = learning_rate(done - 1, recipe.optimizer)
+            rate = self.optimizer.param_groups[0]["lr"]
             log.write(done, "train", {**values, "learning_rate": rate, "seconds": self.seconds})
             log.write(done, "speed", meters.window())
-        if done % recipe.eval_every == 0 or last or self.watch.due(done):
+        due = self.watch.due(done) or self._scheduled(done) >= recipe.optimizer.steps
+        if done % recipe.eval_every == 0 or last or due:
             with meters.evaluation:
                 self.last_metrics = self.evaluate()
                 log.write(done, "held_out", self.last_metrics)
         stop = report.stop
-        if self.watch.due(done):
+        if due:
             with meters.evaluation:
                 stop |= self._look(done, log)
         if done % recipe.save_every == 0 or last or stop:

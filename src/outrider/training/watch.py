@@ -184,7 +184,6 @@ class Watch:
 
     def __init__(self, recipe: Recipe, run: Run) -> None:
         self.config, self.run = recipe.watch, run
-        self.last_step = recipe.optimizer.steps
         self.metric = _measure_of(self.config)["metric"]
         self.every = self.config.decode_every or recipe.eval_every
         self.best: float | None = None
@@ -194,8 +193,8 @@ class Watch:
         self._started, self._spent = time.perf_counter(), 0.0
 
     def due(self, step: int) -> bool:
-        """Whether `look` is to be called after so many steps, with fresh held-out metrics."""
-        return step % self.every == 0 or step == self.last_step
+        """Whether `look` is to be called after so many steps, with fresh held-out metrics, and not only at the end."""
+        return step % self.every == 0
 
     def look(self, step: int, drafter: DraftModule, held_out: Mapping[str, float]) -> Look:
         """Judge the drafter after `step` steps; decodes unless decode checks are off."""

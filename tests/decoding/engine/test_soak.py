@@ -20,9 +20,10 @@ from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.checkpoints.published import shipped_drafter
 from outrider.data.chat import render
 from outrider.data.sources import load_prompts
-from outrider.decoding.cost import LearnedCost, SpsTable
+from outrider.decoding.cost import SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
+from outrider.decoding.learned_cost import LearnedCost
 from outrider.decoding.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, SkipDrafting, ThresholdPolicy
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig

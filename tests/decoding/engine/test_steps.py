@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from outrider.decoding.acceptance import Acceptance
-from outrider.decoding.cost import Ints, LearnedCost, SpsTable
+from outrider.decoding.cost import Ints, SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
+from outrider.decoding.learned_cost import LearnedCost
 from outrider.decoding.policies import FixedPolicy, LookAhead, PlanView, SkipDrafting, StepView
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig, Scheduler
@@ -161,14 +162,14 @@ def test_a_step_goes_without_drafts_to_compare_with(target: Target) -> None:
     for number, prompt in enumerate(prompts(2)):
         engine.submit(Request(str(number), prompt, rules=StopRules(60, stop_ids=()), trace=True))
     drafted, reasons = list[bool](), list[str]()
-    while len(drafted) < 5:
+    while len(drafted) < 6:
         outputs = engine.step()
         last = engine.last
         assert last is not None
         if not last.prefill_tokens:
             drafted.append(bool(last.admitted))
             reasons = [output.trace.reason for output in outputs if output.trace is not None]
-    assert drafted == [True] * 4 + [False]
+    assert drafted == [True, False] * 3
     assert reasons == ["the round went without drafts, to learn what they cost"] * 2
 
 

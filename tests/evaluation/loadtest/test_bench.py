@@ -13,9 +13,10 @@ import pytest
 from outrider.backends.local import build_variant, default_variants, limited
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.config import ProfileConfig
-from outrider.decoding.cost import LearnedCost, SpsTable
+from outrider.decoding.cost import SpsTable
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
+from outrider.decoding.learned_cost import LearnedCost
 from outrider.decoding.policies import LookAhead, SkipDrafting
 from outrider.decoding.profile import measure_profile
 from outrider.decoding.request import Output, Request, StepRecord, StopRules

@@ -286,7 +286,6 @@ class SimulatedEngine(Engine):
             policy,
             config or EngineConfig(),
             clock=lambda: self._now,
-            learns_costs=False,
         )
 
     @property
