@@ -287,6 +287,8 @@ MUTANTS = [
            where="reduce_rows", old="2 * gap.sum(-1)", new="gap.sum(-1)"),
     Mutant("divergence_pulls_by_a_whole_mass", "the gradient of the divergence takes the target's draftable tokens for all there are", tests="training/test_objective.py",
            where="reduce_rows", old="mass_C[:, None]", new="torch.ones_like(mass_C)[:, None]"),
+    Mutant("soft_ce_of_undraftable_tokens", "positions whose likeliest token cannot be drafted pull at the drafter", tests="training/test_objective.py",
+           where="reduce_rows", old="rows.soft_C[part] * (argmax_C >= 0)", new="rows.soft_C[part]"),
     Mutant("watch_resumes_patience", "a resumed run has its whole patience again", tests="training/test_watch.py",
            where="Watch.load_state_dict", old="state['failed']", new="0"),
     Mutant("learning_rate_one_step_ahead", "steps are taken with the next step's learning rate", tests="training/test_trainer.py",

@@ -18,7 +18,9 @@ stands at its token's position, where the official code counts from its feature:
 An anchor with nothing before it drafts from a feature of zeros. Checkpoints of other makers differ from it in the six
 flags that end the config; they are served and trained as they are.
 
-Training: ce CE + l1 ||p_d - p_t||_1 at every draft position, a weighted mean (`DraftRows.loss`, drafters/base.py).
+Training: soft cross-entropy with the target's distribution at every draft position, a mean weighted by 0.8^(k-1)
+(`DraftRows.loss`, drafters/base.py; `default_objective` below), from every response token where a recipe says
+`anchors: all`, as its packaged ones do.
 
 Source: EAGLE-3, arXiv 2503.01840; parameter names are those of the official checkpoints.
 Shapes: S context slots, N anchors, X rows, L aux layers, H hidden, Q heads, G kv heads, E head dim.
@@ -27,7 +29,7 @@ Shapes: S context slots, N anchors, X rows, L aux layers, H hidden, Q heads, G k
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -97,6 +99,10 @@ class Eagle3Config(LayerConfig):
         super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are two norms in one place: set one of them to false.")
+
+    @classmethod
+    def default_objective(cls, chosen: Mapping[str, Any]) -> dict[str, float]:
+        return {"ce": 0.0, "l1": 0.0, "soft_ce": 1.0, "confidence": 0.0, "decay": round(-1 / math.log(0.8), 2)}
 
     def describe(self) -> list[tuple[str, str]]:
         return [("rope_theta", f"{self.rope_theta:g}"), *super().describe()]
