@@ -238,7 +238,7 @@ MUTANTS = [
     Mutant("scaling_multiplies", "logits are multiplied by the temperature", tests="evaluation/calibration/test_calibration.py",
            where="Scaling.apply", old="logit(confidences_NJ) / temperatures_J", new="logit(confidences_NJ) * temperatures_J"),
     Mutant("fit_each_position_alone", "a temperature is fitted as if no position came before", tests="evaluation/calibration/test_calibration.py",
-           where="fit_sts", old="survival(rounds, scaling, k - 1)[judged_N, -1] if k > 1 else np.ones(int(judged_N.sum()))", new="np.ones(int(judged_N.sum()))"),
+           where="_left_to_right", old="survival(rounds, scaling, k - 1)[judged_N, -1] if k > 1 else np.ones(int(judged_N.sum()))", new="np.ones(int(judged_N.sum()))"),
     Mutant("medusa_bias_random", "a head's missing bias is not zero", tests="checkpoints/test_dialects.py::test_medusa_without_biases_has_zero_ones",
            where="MedusaDialect.read", old="rest[name].new_zeros", new="rest[name].new_ones"),
     Mutant("checkpoint_d2t_duplicates", "two draft tokens may name one target token", tests="checkpoints/test_dialects.py::test_a_draft_vocabulary_names_no_token_twice",
