@@ -24,6 +24,7 @@ from outrider.cli.main import app
 from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3
+from outrider.drafters.rope import RopeScaling
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.setup import load_start
@@ -225,6 +226,7 @@ UNSERVED: list[tuple[str, str, Change, str]] = [
     ("sglang", "dspark", {"is_causal": True}, "is_causal True is not heeded there"),
     ("vllm", "dflash", MIXED, r"is_causal null .* would become true for all layers.*--to zlab"),
     ("vllm", "dflash", {"final_logit_softcapping": 3.0}, "final_logit_softcapping are not heeded there"),
+    ("llama.cpp", "dflash", {"rope_scaling": RopeScaling("linear", 2.0)}, "rope_type 'linear': nobody has seen"),
     ("llama.cpp", "dflash", MIXED, "is_causal null .* has no place there"),
     ("deepspec", "dspark", MIXED, "is_causal null is not served there"),
     ("speculators", "dflash", {"is_causal": True}, "is_causal true has no place in the speculators dialect"),

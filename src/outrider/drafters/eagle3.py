@@ -60,7 +60,7 @@ from outrider.drafters.layers import (
     SwiGLU,
     block_attention,
 )
-from outrider.drafters.rope import Rope, rope_table
+from outrider.drafters.rope import Rope, RopeScaling, describe_rope, rope_table
 from outrider.drafters.target_weights import layer_shapes
 from outrider.target.linear import Packable
 from outrider.target.model import Target
@@ -86,6 +86,7 @@ class Eagle3Config(LayerConfig):
 
     gamma: Annotated[Count, Field(description="Draft tokens of a chain, and steps of the unrolled training.")] = 7
     rope_theta: NotInRecipe[float] = 10000.0
+    rope_scaling: NotInRecipe[RopeScaling | None] = field(default=None, repr=False)
     rms_norm_eps: NotInRecipe[float] = 1e-6
     max_position_embeddings: NotInRecipe[int] = 8192
     norm_before_residual: NotInRecipe[bool] = False
@@ -105,7 +106,7 @@ class Eagle3Config(LayerConfig):
         return {"ce": 0.0, "l1": 0.0, "soft_ce": 1.0, "confidence": 0.0, "decay": round(-1 / math.log(0.8), 2)}
 
     def describe(self) -> list[tuple[str, str]]:
-        return [("rope_theta", f"{self.rope_theta:g}"), *super().describe()]
+        return [describe_rope(self), *super().describe()]
 
     @classmethod
     def from_target(
@@ -232,7 +233,7 @@ class Eagle3(DraftModule):
         return inputs.layout.before_anchors(feature_SH), context
 
     def rope(self, positions_X: Tensor) -> Rope:
-        return rope_table(positions_X, self.config.head_dim, self.config.rope_theta)
+        return rope_table(positions_X, self.config)
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
         """Keys of the context pairs in one product, then the anchors' chains step by step."""
