@@ -122,8 +122,7 @@ class StraightforwardObjective:
         anchors_Bn = pad_sequence(list(layout.anchors_N.split(counts)), batch_first=True)
         slots_S = torch.arange(context_BSH.shape[1], device=x_BPH.device)
         rows_BP = (anchors_Bn[..., None] + torch.arange(K, device=x_BPH.device)).flatten(1)
-        E, theta = drafter.config.head_dim, drafter.config.rope_theta
-        ropes = rope_table(rows_BP, E, theta), rope_table(slots_S.expand(len(aux), -1), E, theta)
+        ropes = rope_table(rows_BP, drafter.config), rope_table(slots_S.expand(len(aux), -1), drafter.config)
         for layer in drafter.layers:
             assert isinstance(layer, DraftLayer)
             mask_BPJ = dense_mask(anchors_Bn, context_BSH.shape[1], K, layer.self_attn.pattern)

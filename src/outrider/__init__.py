@@ -12,8 +12,14 @@ public as well: `load_target`, `load_drafter`, `generate` and `stream` for one r
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -76,3 +82,34 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """List the public names, for completion."""
     return [*__all__, "__version__"]
+
+
+class _WhenImported(MetaPathFinder):
+    """Let transformers' `AutoModel` open drafters (api/auto_model.py) once somebody imports it, and not before."""
+
+    module = "transformers.models.auto.modeling_auto"
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Leave finding it to the other finders, and register behind its loading."""
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            load = loader.exec_module
+
+            def load_and_register(module: ModuleType) -> None:
+                load(module)
+                import_module("outrider.api.auto_model").register()
+
+            loader.exec_module = load_and_register
+        return spec
+
+
+if _WhenImported.module in sys.modules:
+    import_module("outrider.api.auto_model").register()
+else:
+    sys.meta_path.insert(0, _WhenImported())

@@ -15,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from outrider.backends.base import Launch, Speculation
 from outrider.backends.export import export_drafter, refusals, target_facts
 from outrider.backends.registry import MARKS, engine_of, export_table, exporters
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
@@ -24,6 +25,7 @@ from outrider.cli.main import app
 from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3
+from outrider.drafters.rope import RopeScaling
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.setup import load_start
@@ -225,6 +227,7 @@ UNSERVED: list[tuple[str, str, Change, str]] = [
     ("sglang", "dspark", {"is_causal": True}, "is_causal True is not heeded there"),
     ("vllm", "dflash", MIXED, r"is_causal null .* would become true for all layers.*--to zlab"),
     ("vllm", "dflash", {"final_logit_softcapping": 3.0}, "final_logit_softcapping are not heeded there"),
+    ("llama.cpp", "dflash", {"rope_scaling": RopeScaling("linear", 2.0)}, "rope_type 'linear': nobody has seen"),
     ("llama.cpp", "dflash", MIXED, "is_causal null .* has no place there"),
     ("deepspec", "dspark", MIXED, "is_causal null is not served there"),
     ("speculators", "dflash", {"is_causal": True}, "is_causal true has no place in the speculators dialect"),
@@ -295,6 +298,27 @@ def test_the_commands(tmp_path: Path) -> None:
     assert "--spec-type draft-dspark --spec-draft-n-max 4" in commands["llama.cpp"]
     eagle = engine_of("sglang").serve(made("eagle3").weights.folded(), "d", "t")[0]
     assert "--speculative-algorithm EAGLE3 --speculative-num-steps 4" in eagle and "draft-tokens 5" in eagle
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags"),
+    [
+        ("Qwen3NextForCausalLM", " --mamba-scheduler-strategy extra_buffer"),
+        ("Qwen3_5MoeForConditionalGeneration", " --mamba-scheduler-strategy extra_buffer"),
+        ("Gemma4ForConditionalGeneration", " --attention-backend triton"),
+        ("Qwen3ForCausalLM", " --speculative-dflash-block-size 4"),
+    ],
+)
+def test_sglang_has_flags_of_the_targets_family(tmp_path: Path, architecture: str, flags: str) -> None:
+    """In the command that an export prints, and in that which starts it; a server without drafts needs none."""
+    facts = replace(FACTS, architectures=(architecture,))
+    engine = engine_of("sglang")
+    assert export_drafter(made("dflash"), engine, tmp_path / "d", facts).commands[-1].endswith(flags)
+    assert export_drafter(made("dflash"), engine_of("vllm"), tmp_path / "v", facts).commands[-1].endswith("}'")
+    plan = Launch("T", Speculation("dflash", 3, "D"), architectures=(architecture,), extra=("--last", "1"))
+    assert shlex.join(engine.command(plan)).endswith(f"{flags} --last 1"), "the user's flags win"
+    plain = shlex.join(engine.command(replace(plan, speculation=None)))
+    assert "mamba" not in plain and "triton" not in plain
 
 
 def test_engines_run_dflash_2_under_dflashs_name() -> None:

@@ -37,6 +37,7 @@ from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.rope import RopeScaling
 from outrider.evaluation.evaluate import decode_turns
 from outrider.evaluation.loadtest.metrics import Frontier
 from outrider.sampling import Randomness, RandomSource, SamplingParams, SeededSource, SeenTokens, warp
@@ -253,6 +254,12 @@ CASES = {
     "windows in some layers": toy_config(sliding_window=6, layer_types=(SLIDING, FULL), is_causal=None),
     "embedding aux layer": toy_config(target_layer_ids=(-1, 1)),
     "draft vocabulary": toy_config(draft_vocab_size=30),
+    "rope by yarn": toy_config(rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=16)),
+    "rope as llama 3.1": toy_config(
+        rope_scaling=RopeScaling(
+            "llama3", 8.0, original_max_position_embeddings=16, low_freq_factor=1.0, high_freq_factor=4.0
+        )
+    ),
 }
 
 

@@ -28,6 +28,7 @@ from outrider.checkpoints.registry import dialects, method_of
 from outrider.contrib.domino import SpecForgeDomino
 from outrider.contrib.jetspec import JetSpecDialect
 from outrider.contrib.lilicorr import LiLiCorrDialect
+from outrider.drafters.rope import RopeScaling
 from tests.toys.dialects import (
     FACTS,
     VD,
@@ -59,6 +60,22 @@ HEADS: list[Change] = [
     {"enable_confidence_head": False, "sample_from_anchor": False},
     {"markov_rank": 0, "confidence_head_with_markov": False},
 ]
+SCALED: list[tuple[Dialect, str, str]] = [
+    (ZLab(), "dflash", ""),
+    (DeepSpec(), "dspark", ""),
+    (Speculators(), "dspark", ""),
+    (Speculators(), "eagle3", "head"),
+    (Speculators(), "mtp", ""),
+    (Eagle3Dialect(), "eagle3", "head"),
+]
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 2.0},
+    {
+        **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 64,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 20.0, "truncate": False},
+]
 CASES: list[tuple[Dialect, str, str, Change]] = [
     *[(ZLab(), "dflash", own, change) for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)],
     *[(ZLab2(), "dflash2", own, change) for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)],
@@ -88,6 +105,11 @@ CASES: list[tuple[Dialect, str, str, Change]] = [
     *[(Speculators(), "eagle3", "head", change) for change in [{}, *FLAGS]],
     (Speculators(), "eagle3", "head embedding", {"target_layer_ids": (0, 1, 2, 3), "gamma": 2}),
     (Speculators(), "mtp", "", {}),
+    *[
+        (dialect, method, own, {"rope_scaling": RopeScaling(**scaling)})
+        for dialect, method, own in SCALED
+        for scaling in SCALINGS
+    ],
     *[(Eagle3Dialect(), "eagle3", "head", change) for change in [{}, *FLAGS]],
     (Eagle3Dialect(), "eagle3", "head embedding", {"target_layer_ids": (-1, 2)}),
     (MedusaDialect(), "medusa", "head", {}),
@@ -290,7 +312,24 @@ REFUSED: list[tuple[Dialect, str, Change, str]] = [
     (Speculators(), "eagle3", {"draft_vocab_size": 96}, "draft_vocab_size 96 of 97 needs the tensor d2t"),
     (Eagle3Dialect(), "eagle3", {"num_hidden_layers": 2}, "num_hidden_layers is 2; it must be 1"),
     (Eagle3Dialect(), "eagle3", {"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4; it must be 3"),
-    (Eagle3Dialect(), "eagle3", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.rope_type is 'llama3'"),
+    (Eagle3Dialect(), "eagle3", {"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type is 'longrope'"),
+    (Eagle3Dialect(), "eagle3", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.rope_type 'linear' needs"),
+    (DeepSpec(), "dspark", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it must be 1"),
+    (
+        ZLab(),
+        "dflash",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor is 0.5",
+    ),
+    (
+        ZLab(),
+        "dflash",
+        {
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 777.0},
+            "rope_scaling": {"type": "linear", "factor": 4.0},
+        },
+        "rope_scaling is .* it must be the scaling of rope_parameters",
+    ),
     (MedusaDialect(), "medusa", {"num_heads": 4}, "the LM heads must be 1 matrices|missing blocks.3"),
     (MedusaDialect(), "medusa", {"truncated_vocab_size": 40}, "token_map must be 40 distinct ids below 97"),
 ]
@@ -434,6 +473,11 @@ FUZZED: list[tuple[Dialect, str, str, Change]] = [
     (Speculators(), "dspark", "", {"draft_vocab_size": VD}),
     (Speculators(), "eagle3", "head", {}),
     (Speculators(), "mtp", "", {}),
+    *[
+        (dialect, method, own, {"rope_scaling": RopeScaling(**scaling)})
+        for dialect, method, own in SCALED
+        for scaling in SCALINGS
+    ],
     (Eagle3Dialect(), "eagle3", "head", {"draft_vocab_size": VD}),
     (MedusaDialect(), "medusa", "head", {"draft_vocab_size": VD}),
 ]

@@ -239,7 +239,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing mask token": (set_config(mask_token_id=None), "DeepSpec dialect needs .*'mask_token_id'"),
     "missing aux hidden states": (set_config(target_layer_ids=None), "DeepSpec dialect needs .*'target_layer_ids'"),
     "unknown head": (set_config(markov_head_type="lstm"), "markov_head_type 'lstm': .*'vanilla', 'gated' or 'rnn'"),
-    "scaled rope": (set_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}), "rope_type is 'yarn'"),
+    "scaled rope": (
+        set_config(rope_parameters={"rope_type": "yarn", "rope_theta": 777.0}),
+        "rope_type 'yarn' needs the field",
+    ),
     "unknown layers": (
         set_config(layer_types=["full_attention", "linear_attention"]),
         "layer_types is .*full_attention or sliding_attention, not linear_attention",

@@ -50,7 +50,7 @@ def simulated(directory: Path) -> Callable[[Console], None]:
 def by_task() -> Calibration:
     path = MEASURED / "calibration-gsm8k" / "calibration.json"
     found = Calibration.model_validate_json(path.read_text())
-    kinds = ("none", "temperatures", "temperatures and offsets")
+    kinds = ("none", "sts", "temperatures", "temperatures and offsets")
     errors = [
         ScalingError(task=task, scaling=kind, rounds=12345, ece=[0.123] * 7, ece_noise=[0.1] * 6 + [None])
         for task in ("eval_math-for-gsm8k", "")

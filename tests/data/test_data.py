@@ -456,6 +456,15 @@ def test_fixed_blocks_cover_every_response_token_once() -> None:
     assert few.anchors_dealt(5) == sum(len(anchors) for step in range(5) for _, anchors in few.step(step))
 
 
+def test_all_anchors_are_every_response_token() -> None:
+    samples = toy_samples(6)
+    schedule = Schedule.of(OptimizerSection(sequences_per_step=2, anchors="all"), samples, 3, gamma=4)
+    for index, sample in enumerate(samples):
+        assert schedule.anchors(index, 0) == [position - 1 for position in sample.supervised_positions]
+    with pytest.raises(ValueError, match="anchors_per_sequence"):
+        OptimizerSection(anchors="all", anchors_per_sequence=5)
+
+
 @pytest.mark.parametrize("gamma", [1, 4, 30])
 def test_blocks_supervise_the_following_response_tokens_and_nothing_else(gamma: int) -> None:
     samples = toy_samples(5)

@@ -90,6 +90,12 @@ TURNS: dict[str, tuple[Turn, ...]] = {
     "codealpaca": ("Sort it.\n\nInput:\n[2, 1]",),
     "perfectblend": ("Sum.",),
 }
+DATA_SETS = {
+    ("mlabonne/open-perfectblend", "train"),
+    ("HuggingFaceH4/ultrachat_200k", "train_sft"),
+    ("Aeala/ShareGPT_Vicuna_unfiltered", "train"),
+    *(("nvidia/Nemotron-Post-Training-Dataset-v2", split) for split in ("chat", "code", "math", "stem")),
+}
 Asked = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -158,7 +164,45 @@ def test_prompts_that_a_data_set_masks_are_left_out(asked: Asked, monkeypatch: p
 def test_files_inside_a_data_set_are_read_without_its_script(asked: Asked) -> None:
     load_prompts("livecodebench", 1)
     args, options = asked[0]
-    assert args == ("json",) and options["data_files"] == "hf://datasets/livecodebench/code_generation_lite/test6.jsonl"
+    assert args == ("json",) and options["data_files"] == "hf://datasets/livecodebench/code_generation_lite/test*.jsonl"
+
+
+def test_all_files_of_livecodebench_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """test.jsonl, test2.jsonl, .. up to the newest, in this order; more rows than other sets have, and nothing else."""
+    files = {"test.jsonl": 400, "test2.jsonl": 111, "test7.jsonl": 2, "README.jsonl": 1}
+    place = tmp_path / "repo"
+    place.mkdir()
+    for name, count in files.items():
+        rows = ({"question_content": f"{name} {i}", "starter_code": ""} for i in range(count))
+        (place / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    load_dataset = datasets.load_dataset
+
+    def from_the_place(kind: str, *, data_files: str, **options: Any) -> Any:
+        found = data_files.replace("hf://datasets/livecodebench/code_generation_lite", str(place))
+        return load_dataset(kind, data_files=found, **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", from_the_place)
+    monkeypatch.setattr(sources, "hub_answers", lambda: True)
+    asked = [str(prompt.turns[0]).rpartition("\n")[2] for prompt in load_prompts("livecodebench")]
+    assert asked == [f"{name} {i}" for name, count in list(files.items())[:3] for i in range(count)]
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash-coder", "dflash-llama", "dspark", "eagle3"])
+def test_large_recipes_name_prompts_that_can_be_read(name: str) -> None:
+    """A data set and its split, or a name that is known; what a data set's rows look like is what we read."""
+    recipe = load_recipe(Path(f"large/{name}"))
+    for source in recipe.data.prompts:
+        if source.path.startswith("hf:"):
+            repo, _, split = source.path.removeprefix("hf:").partition(":")
+            assert repo.count("/") == 1 and (repo, split or "train") in DATA_SETS, source.path
+        else:
+            assert source.path in sources.task_names()
+    data = recipe.data
+    if name.startswith("dflash"):
+        assert data.max_prompt_tokens + data.max_new_tokens == (4096 if name == "dflash-coder" else 3072)
+        assert recipe.drafter.algorithm == "dflash" and recipe.optimizer.epochs == 6
+    if name in ("dflash", "dflash-coder"):
+        assert sum(source.limit or 20_000 for source in data.prompts) == 800_000
 
 
 def failing(after: int) -> Callable[..., Any]:
@@ -310,7 +354,7 @@ def test_every_name_has_a_packaged_set_that_stands_in(monkeypatch: pytest.Monkey
     for task in TASKS:
         found = find_prompts(task.name)
         assert found is not None and found.path == shipped_sets()[task.shipped] and found.stands_in
-        assert task.shipped.startswith("train" if task.most > 500 else "eval"), "never trained on what is measured"
+        assert task.shipped.startswith("train" if task.most == 20_000 else "eval"), "never trained on what is measured"
 
 
 def test_a_config_file_names_the_directory(

@@ -282,7 +282,7 @@ def drops_context(self: packed.DFlash, aux_TLD: Tensor, rope: Rope) -> list[tupl
 
 
 def shifted_features(self: packed.DFlash, aux_TLD: Tensor, rope: Rope) -> list[tuple[Tensor, Tensor]]:
-    turn = rope_table(torch.tensor([4]), self.config.head_dim, self.config.rope_theta)
+    turn = rope_table(torch.tensor([4]), self.config)
     return [(rotate(keys, *turn), values) for keys, values in FEATURES(self, aux_TLD, rope)]
 
 

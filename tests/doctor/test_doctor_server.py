@@ -652,7 +652,7 @@ def test_interleaved_rotation_is_that_of_the_reordered_head(weights: DrafterWeig
     size, theta = own.config.head_dim, own.config.rope_theta
     torch.manual_seed(0)
     rows, positions = torch.randn(5, own.config.hidden_size), torch.tensor([3, 4, 7, 20, 90])
-    halves = rope_table(positions, size, theta)
+    halves = rope_table(positions, own.config)
 
     def scores(attention: Attention, neighbours: bool) -> Tensor:
         parts = []

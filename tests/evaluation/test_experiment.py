@@ -306,15 +306,20 @@ def test_every_table_of_the_project_begins_as_shipped(path: Path, alone: None) -
 def test_every_recipe_of_the_project_has_prompts_as_shipped(
     path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of large targets name one data set of the hub, for which rows of its form stand here."""
+    """Those of large targets name data sets of the hub, for which rows of their forms stand here."""
 
     class Rows(list[dict[str, Any]]):
-        column_names = ("conversations", "source")
+        column_names = ("conversations", "messages")
 
     def open_dataset(name: str, split: str, config: str | None) -> Rows:
-        assert path.parent.name == "large" and (name, split, config) == ("mlabonne/open-perfectblend", "train", None)
-        said = [("human", "one"), ("gpt", "two")]
-        return Rows({"conversations": [{"from": who, "value": f"{t} {i}"} for who, t in said]} for i in range(150))
+        assert path.parent.name == "large" and config is None
+        asked = [f"{name} {split} {i}" for i in range(150)]
+        if name in ("mlabonne/open-perfectblend", "Aeala/ShareGPT_Vicuna_unfiltered"):
+            said = (("human", "{}"), ("gpt", "two"))
+            return Rows({"conversations": [{"from": who, "value": t.format(a)} for who, t in said]} for a in asked)
+        assert name in ("nvidia/Nemotron-Post-Training-Dataset-v2", "HuggingFaceH4/ultrachat_200k")
+        turns = (("user", "{}"), ("assistant", "two"))
+        return Rows({"messages": [{"role": who, "content": t.format(a)} for who, t in turns]} for a in asked)
 
     monkeypatch.setattr(sources, "open_dataset", open_dataset)
     monkeypatch.setattr(sources, "stdlib_turns", lambda: iter([("s", "sum")]))  # half a minute of parsing, in all

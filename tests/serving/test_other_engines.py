@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,6 +81,25 @@ def test_a_drafter_of_another_dialect_is_exported_before(
     save_drafter(made("hydra", vocab_size=vocab, draft_vocab_size=vocab), tmp_path / "hydra")
     refused = run("serve", "--target", toy / "target", "--drafter", "hydra", "--engine", "sglang")
     check_error(refused, "--engine sglang with the drafter hydra: it takes no hydra drafters: train one of dflash")
+
+
+@pytest.mark.parametrize("flag", ["--tp-size", "--tensor-parallel-size"])
+@pytest.mark.parametrize("verb", ["serve", "bench"])
+def test_tensor_parallelism_is_said_to_be_other_engines(run: Run, verb: str, flag: str) -> None:
+    found = run(verb, flag, 2)
+    check_error(found, f"No such option: {flag}")
+    check_error(found, "Tensor parallelism is vLLM's and SGLang's")
+    check_error(found, "--engine sglang --engine-args '--tp-size 2'")
+
+
+def test_the_family_of_the_target_is_told_to_the_engine(run: Run, toy: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(toy / "target", target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3NextForCausalLM"]}))
+    models = ("--target", target, "--drafter", toy / "drafter")
+    assert "--mamba-scheduler-strategy extra_buffer" in run("serve", *models, "--engine", "sglang")[1]
+    assert "mamba" not in run("serve", *models[:2], "--drafter", "none", "--engine", "sglang")[1]
 
 
 def test_options_of_the_other_engine_are_refused(run: Run, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

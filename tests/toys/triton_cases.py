@@ -24,17 +24,20 @@ def compare(rows: int, vocab: int, softcap: float | None, dtype: torch.dtype, de
     argmax = z.argmax(-1)
     argmax[1::3] = 0
     argmax[2::3] = -1
-    weights = torch.rand(3, rows, generator=generator)
+    weights = torch.rand(4, rows, generator=generator)
     given = RowInputs(shift, capped.logsumexp(-1), labels, argmax, *weights)
     whole = RowInputs(*(None if values is None else values.to(device) for values in given))
     worst = 0.0
-    for needs_grad, scalars in product((False, True), (whole, whole._replace(kl_C=None))):
+    terms = (whole, whole._replace(kl_C=None, soft_C=None), whole._replace(kl_C=None))
+    for needs_grad, scalars in product((False, True), terms):
         found = []
         for reduce in (reduce_rows, objective_triton.reduce_rows_triton):
             z_CV, t_CV = z.to(device, dtype, copy=True), t.to(device, dtype, copy=True)
-            ce_C, distance_C, kl_C, agreement_C = reduce(z_CV, t_CV, scalars, softcap, needs_grad)
+            ce_C, distance_C, kl_C, soft_C, agreement_C = reduce(z_CV, t_CV, scalars, softcap, needs_grad)
             assert 0 < agreement_C.sum() < rows
-            results = [ce_C, distance_C, agreement_C, *([] if scalars.kl_C is None else [kl_C])]
+            results = [ce_C, distance_C, agreement_C]
+            results += [] if scalars.kl_C is None else [kl_C]
+            results += [] if scalars.soft_C is None else [soft_C]
             found.append([x.double() for x in [*results, *([z_CV] if needs_grad else [])]])
         for expected, got in zip(*found, strict=True):
             worst = max(worst, ((expected - got).abs().max() / expected.abs().max()).item())

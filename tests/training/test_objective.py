@@ -35,9 +35,11 @@ from outrider.drafters.loss import (
     kl_divergence,
     l1_distance,
     reference_loss,
+    soft_cross_entropy,
 )
 from outrider.training.batches import Schedule
 from outrider.training.objective import BlockObjective
+from outrider.training.recipe import OptimizerSection
 from tests.toys.alignment import build
 from tests.toys.dialects import made
 from tests.toys.targets import toy_samples, toy_target
@@ -70,6 +72,13 @@ def test_the_1_norm_is_over_the_whole_vocabulary() -> None:
 def test_the_divergence_is_over_the_draft_vocabulary() -> None:
     by_hand = sum(t * math.log(t / d) for d, t in zip(P_D, P_T, strict=True))
     assert kl_divergence(T.log(), D.log()).item() == pytest.approx(by_hand, abs=1e-15)
+
+
+def test_the_soft_cross_entropy_is_over_the_draft_vocabulary() -> None:
+    """The target's distribution there sums to one; where it would choose another token nothing is to be learned."""
+    by_hand = -sum(t / 0.7 * math.log(d) for d, t in zip(P_D, P_T, strict=True))
+    found = soft_cross_entropy(T.log().expand(2, 3), D.log().expand(2, 3), torch.tensor([1, -1]))
+    assert found.tolist() == pytest.approx([by_hand, 0.0], abs=1e-15)
 
 
 def test_a_confidence_is_trained_towards_the_acceptance() -> None:
@@ -221,6 +230,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, scratch: int = 64) 
         ({"ce": 0.3, "l1": 0.9, "kl": 0.6}, 5.0, torch.float64),
         ({"kl": 1.0}, None, torch.float64),
         ({"ce": 0.3, "kl": 0.6}, None, torch.float32),
+        ({"soft_ce": 1.0}, None, torch.float64),
+        ({"ce": 0.3, "l1": 0.9, "kl": 0.6, "soft_ce": 0.8}, 5.0, torch.float64),
+        ({"soft_ce": 0.8}, None, torch.float32),
     ],
 )
 def test_the_fused_loss_is_the_formula(
@@ -238,6 +250,33 @@ def test_the_fused_loss_is_the_formula(
     case.check(found.loss / N, expected.loss / N, tolerance=tolerance)
     torch.testing.assert_close(found.acceptance_N, expected.acceptance_N, atol=tolerance, rtol=0)
     assert torch.equal(found.agreement_N, expected.agreement_N)
+
+
+def test_eagle3s_loss_is_the_sum_over_whole_distributions() -> None:
+    """Value and gradients by hand in float64: every position, step k weighing 0.8^(k-1), a target token that cannot be
+    drafted left out of the sum and not of the mean."""
+    target, samples, ids = toy_target(), toy_samples(3), torch.arange(0, 80, 2)
+    drafter = made("eagle3", draft_vocab_size=40).weights.module.train().requires_grad_()
+    section = OptimizerSection(sequences_per_step=3, anchors="all")
+    schedule = Schedule.of(section, samples, seed=1, gamma=drafter.config.gamma)
+    batch, _ = build(drafter, target, samples, ids, schedule.step(0))
+    assert len(batch.previous_NK) == sum(sample.num_supervised for sample in samples), "every response token"
+    compute = BlockObjective(target, ids, ObjectiveConfig(**type(drafter.config).default_objective({})))
+    z_NKV = (compute.rows(drafter, batch).hidden_NKH @ compute.head_VH.T).double()
+    whole_NKV = (batch.target_hidden_NKD @ target.head_VD.T)[..., ids].double()
+    total, weights = torch.zeros((), dtype=torch.float64), 0.0
+    for n, k in batch.supervised_NK.nonzero().tolist():
+        weights += 0.8**k
+        if int(batch.argmax_NK[n, k]) in ids:
+            total = total - 0.8**k * (whole_NKV[n, k].softmax(-1) * z_NKV[n, k].log_softmax(-1)).sum()
+    expected, found = total / weights, compute(drafter, batch).loss
+    assert any(int(token) not in ids for token in batch.argmax_NK[batch.supervised_NK])
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-3)  # 4.48 is 1 / ln(1 / 0.8) rounded
+    parameters = list(drafter.parameters())
+    by_hand = torch.autograd.grad(expected, parameters, allow_unused=True, materialize_grads=True)
+    ours = torch.autograd.grad(found, parameters, allow_unused=True, materialize_grads=True)
+    for mine, theirs in zip(ours, by_hand, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
 
 
 def test_without_latents_the_hidden_states_alone_are_trained() -> None:
@@ -315,8 +354,9 @@ def test_candidates_have_no_divergence() -> None:
     case = Case(4)
     hidden, latent, w2 = case.leaves
     rows = SelectorRows(hidden[:, None], correction_NKr=latent[:, None], codebook_Vr=w2, count=4)
-    with pytest.raises(ValueError, match=r"objective\.kl"):
-        rows.loss(case.given(ObjectiveConfig(kl=0.1)))
+    for term in ("kl", "soft_ce"):
+        with pytest.raises(ValueError, match=rf"objective\.{term}"):
+            rows.loss(case.given(ObjectiveConfig(**{term: 0.1})))
 
 
 @pytest.mark.parametrize("count", [None, 4])

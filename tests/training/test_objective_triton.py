@@ -18,12 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from outrider.drafters.fused_loss_triton import _rows
 
-scalars = "lse:*fp32 label:*i64 argmax:*i64 ce_weight:*fp32 l1_weight:*fp32 kl_weight:*fp32 "
-scalars += "ce:*fp32 distance:*fp32 kl:*fp32 agreement:*i8"
+scalars = "lse:*fp32 label:*i64 argmax:*i64 ce_weight:*fp32 l1_weight:*fp32 kl_weight:*fp32 soft_weight:*fp32 "
+scalars += "ce:*fp32 distance:*fp32 kl:*fp32 soft:*fp32 agreement:*i8"
 for kind in ("fp32", "bf16"):
     types = dict(pair.split(":") for pair in f"z:*{kind} t:*{kind} shift:*{kind} {scalars}".split())
     signature = {f"{name}_ptr": kind for name, kind in types.items()} | {"V": "i32", "softcap": "fp32"}
-    constants = {"CAPPED": True, "DIVERGENCE": True, "NEEDS_GRAD": True, "BLOCK": 4096}
+    constants = {"CAPPED": True, "DIVERGENCE": True, "SOFT": True, "NEEDS_GRAD": True, "BLOCK": 4096}
     source = ASTSource(fn=_rows, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     for capability in (80, 90, 100):
         made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})

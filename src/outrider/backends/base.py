@@ -58,6 +58,7 @@ class Launch:
         target: a directory or id that the engine can load.
         speculation: None starts the engine without drafts.
         name: of the model, as clients ask for it.
+        architectures: the target's, in its config.json.
         users: requests at once; `context`: tokens of the longest of them.
         prompt_cache: whether prompts that begin alike share their prefill. Load tests ask for counted prompts several
             times, and a cached one has no prefill.
@@ -72,6 +73,7 @@ class Launch:
     port: int = 0
     name: str | None = None
     dtype: str | None = None
+    architectures: tuple[str, ...] = ()
     users: int | None = None
     context: int | None = None
     prompt_cache: bool = True
@@ -226,6 +228,10 @@ class ExternalEngine:
             ValueError: it cannot be started here, or not like that.
         """
         raise ValueError(f"--launch: how to start {self.name} is not known here; start it yourself (--base-url).")
+
+    def family_flags(self, architectures: Sequence[str]) -> list[str]:
+        """Flags that drafting needs for targets of a family, which their architectures in config.json tell."""
+        return []
 
     def environment(self, launch: Launch) -> dict[str, str]:
         """Variables that the command needs."""

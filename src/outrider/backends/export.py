@@ -5,6 +5,7 @@ What an export states about the target is read from the target's files without l
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +142,8 @@ def export_drafter(
         named = f"export it --to {', '.join(able)}, or serve it with Outrider" if able else "Outrider alone serves it"
         raise ValueError(f"{error} As it is, {named}.") from error
     written.fallbacks.extend(_unread(checkpoint.metadata, engine, parts.algorithm))
-    commands = engine.serve(parts, str(out), target.name_or_path)
+    *before, last = engine.serve(parts, str(out), target.name_or_path)
+    commands = [*before, " ".join([last, *map(shlex.quote, engine.family_flags(target.architectures))])]
     card = model_card(out.resolve().name, parts, written, engine=engine, target=target, commands=commands, dtype=dtype)
     with atomic_directory(out) as staging:
         write_files(staging, written, dtype, metadata=checkpoint.metadata, card=card)

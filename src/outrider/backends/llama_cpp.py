@@ -57,6 +57,11 @@ class LlamaCpp(ExternalEngine):
             raise ValueError(
                 f"target_layer_ids {list(config.target_layer_ids)} reach the last layer: train with earlier ones."
             )
+        if config.rope_scaling is not None:
+            raise ValueError(
+                f"rope_type {config.rope_scaling.rope_type!r}: nobody has seen its converter write the scaling of a "
+                "drafter. Use vLLM or SGLang, or train for a target without scaling."
+            )
         if getattr(config, "enable_confidence_head", False) and not config.confidence_head_with_markov:
             raise ValueError("confidence_head_with_markov false has no place there: train with it true.")
         if causal_in_sliding_layers_alone(parts):

@@ -6,6 +6,10 @@
     K drafts            --speculative-dspark-block-size K, --speculative-dflash-block-size K + 1,
                         or --speculative-num-draft-tokens K + 1
 
+    Qwen3-Next, Qwen3.5 and later
+                        --mamba-scheduler-strategy extra_buffer: a rejected draft takes back the recurrent state
+    Gemma 4             --attention-backend triton: its heads of 512 are too large for FlashInfer
+
 SGLang counts the rows that are verified, the anchor among them; a DSpark block alone counts drafts. DFlash 2 is in it
 since 0.5.19, under DFlash's name: the checkpoint's architecture says so.
 """
@@ -39,6 +43,12 @@ from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
 from outrider.checkpoints.registry import Export
 from outrider.drafters.base import DrafterWeights
 
+# By how the architectures in the target's config.json begin. Backends that depend on the GPU (fa3, trtllm_mha) are
+# the user's choice. Sources: z-lab's dflash README, SGLang's tests of Qwen3-Next and its pull request 24985.
+_FAMILY_FLAGS: dict[tuple[str, ...], list[str]] = {
+    ("Qwen3Next", "Qwen3_5"): ["--mamba-scheduler-strategy", "extra_buffer"],
+    ("Gemma4",): ["--attention-backend", "triton"],
+}
 CALIBRATION_FILE, TABLE_FILE = "confidence_sts.json", "sps_table.json"
 _IN_SECTION = (
     *("block_size", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type"),
@@ -105,8 +115,12 @@ class SGLang(ExternalEngine):
         command += ["--enable-metrics", "--stream-interval", "1"]
         command += [] if launch.prompt_cache else ["--disable-radix-cache"]
         if launch.speculation:
-            command += self._flags(launch.speculation)
+            command += [*self._flags(launch.speculation), *self.family_flags(launch.architectures)]
         return [*command, *launch.extra]
+
+    def family_flags(self, architectures: Sequence[str]) -> list[str]:
+        known = _FAMILY_FLAGS.items()
+        return [flag for names, flags in known if any(one.startswith(names) for one in architectures) for flag in flags]
 
     def counts(self, answer: Mapping[str, Any], tokens: int) -> Counts | None:
         """See `ExternalEngine`; in the answer or its first choice, as `sglext` or `meta_info`."""

@@ -73,13 +73,13 @@ def quality_table(calibration: Calibration) -> Table:
     return view
 
 
-_SCALINGS = {"none": "none", "temperatures": "T", "temperatures and offsets": "T, b"}
+_SCALINGS = {"none": "none", "sts": "STS", "temperatures": "T", "temperatures and offsets": "T, b"}
 
 
 def errors_table(calibration: Calibration) -> Table:
-    """ECE by position without scaling, with temperatures alone and with offsets: of every task, and of all together."""
+    """ECE by position without scaling, with STS, and by likelihood without and with offsets: of every task, and all."""
     headings = ("task", "scaling", "mean", *(str(k + 1) for k in range(len(calibration.temperatures))))
-    title = "ECE of the survival, %. T: temperatures; T, b: and offsets; chance: if perfect"
+    title = "ECE of the survival, %. STS: DSpark's; T: likeliest T; T, b: and offsets; chance: if perfect"
     view = terminal_table(headings, text=("task", "scaling"), title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for found in calibration.errors:
         name = found.task or "all"

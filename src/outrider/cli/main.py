@@ -21,6 +21,11 @@ from outrider.config import SMOLLM2
 from outrider.utils.terminal import Terminal
 
 _SHIPPED = "smollm2-135m-dspark"
+_TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
+_SPREAD = (
+    " Tensor parallelism is vLLM's and SGLang's; here a model runs on one device: outrider serve --engine vllm "
+    "--engine-args '--tensor-parallel-size 2', or --engine sglang --engine-args '--tp-size 2'."
+)
 
 
 class Listed(NamedTuple):
@@ -183,6 +188,8 @@ def main() -> None:
         sys.exit(app(standalone_mode=False))
     except UsageError as error:
         if message := error.format_message():  # empty where the help was shown instead
+            if getattr(error, "option_name", None) in _TENSOR_PARALLEL:
+                message += _SPREAD
             verb = error.ctx.command_path if error.ctx else "outrider"
             _fail(f"{' '.join(message.replace('Value error, ', '').split())} ({verb} --help)")
         sys.exit(2)

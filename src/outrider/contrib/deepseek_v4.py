@@ -117,6 +117,10 @@ class DSparkV4Config(DSparkConfig):
             raise ValueError(
                 f"num_experts_per_tok {self.num_experts_per_tok} is more than n_routed_experts {self.n_routed_experts}."
             )
+        if self.rope_scaling is not None:
+            raise ValueError(
+                f"rope_scaling {self.rope_scaling.rope_type!r} has no place here: layers with a window are unscaled."
+            )
         if self.layer_types or self.is_causal is not False:
             raise ValueError("layer_types and is_causal have no place here: all layers have the window and no order.")
         if self.markov_head_type != "vanilla":
@@ -154,6 +158,7 @@ class DSparkV4Config(DSparkConfig):
             )
         own = {
             "num_key_value_heads": 1,
+            "rope_scaling": None,
             "intermediate_size": max(1, H // 2),
             "q_lora_rank": max(1, H // 4),
             "qk_rope_head_dim": min(64, max(2, E // 4 * 2)),

@@ -110,13 +110,13 @@ class DFlashInput(DFlash):
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
         config, layout = self.config, inputs.layout
-        rope = rope_table(layout.positions_S(), config.head_dim, config.rope_theta)
+        rope = rope_table(layout.positions_S(), config)
         x_SH, source = self.context_rows(inputs.embed(inputs.tokens_S), inputs.aux_SLD), ContextRows(layout.lengths)
         for layer in self.layers:
             x_SH = layer(x_SH, rope, source)
         embedded_NKH = inputs.embed(self.block_tokens(inputs.previous_NK[:, 0]))
         positions_NK = layout.block_positions_NK(config.block_size)
-        block_rope = rope_table(positions_NK, config.head_dim, config.rope_theta)
+        block_rope = rope_table(positions_NK, config)
         return DraftRows(self.blocks(embedded_NKH, block_rope, RowsOfBlocks(source.keys_values, layout)))
 
     @torch.no_grad()

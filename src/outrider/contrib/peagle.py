@@ -64,6 +64,10 @@ class PEagleConfig(Eagle3Config):
         """EAGLE-3's choices and a mask token; None: a special token that no chat template uses."""
         return super().from_target(target, mask_token_id=mask_token_id(target, mask_token), **chosen)
 
+    @classmethod
+    def default_objective(cls, chosen: Mapping[str, Any]) -> dict[str, float]:
+        return {}  # EAGLE-3's belongs to its unrolled steps
+
     def comparable_fields(self, chosen: Mapping[str, Any], target: Target) -> dict[str, tuple[object, object]]:
         pairs = super().comparable_fields(chosen, target)
         if "mask_token" in pairs:

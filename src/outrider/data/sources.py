@@ -182,13 +182,14 @@ _MADE: dict[str, Callable[[], Iterator[Conversation]]] = {
 # Prompts are those of DFlash's evaluation (arXiv 2602.06036): mathematics asks for a boxed answer, HumanEval for a
 # solution that passes the tests, the others add nothing. Two differ: LiveCodeBench, where DFlash's prompt is longer and
 # demands only the program, and arena-hard, which DFlash does not use. As in DSpark (arXiv 2607.05147) evaluation takes
-# at most 500 rows of a set. LiveCodeBench is its newest file only, because all six are 4.5 GB, mostly tests; results on
-# it do not compare with the papers'.
+# at most 500 rows of a set. LiveCodeBench is all of its files, test.jsonl to the newest, whole: 4.5 GB, mostly tests,
+# are read once for its 1,055 problems.
 # ----------------------------------------------------------------------------
 
 
 _BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 _MOST_ROWS, _MOST_TRAINING_ROWS = 500, 20_000
+_WHOLE = 100_000
 _SECONDS_FOR_THE_HUB = 3.0
 
 Row = Mapping[str, Any]
@@ -202,7 +203,7 @@ class Task:
         repo: the data set on the hub.
         shipped: the packaged set that replaces it offline.
         turns: converts a row to user turns, [] if it has none; None: rows are read as in any data set.
-        files: JSONL files of the data set to read instead of loading it.
+        files: JSONL files of the data set to read instead of loading it, by a name that may have a *.
         most: maximum number of conversations.
     """
 
@@ -271,7 +272,7 @@ TASKS = (
     Task("humaneval", "openai/openai_humaneval", "test", shipped=_CODE, turns=_humaneval),
     Task("mbpp", "google-research-datasets/mbpp", "test", shipped=_CODE, turns=_prompt, config="sanitized"),
     Task("livecodebench", "livecodebench/code_generation_lite", "train", shipped=_CODE, turns=_livecodebench,
-         files="test6.jsonl"),
+         files="test*.jsonl", most=_WHOLE),
     Task("swe-bench-lite", "princeton-nlp/SWE-bench_Lite", "test", shipped=_CODE, turns=_swe_bench),
     Task("mt-bench", "HuggingFaceH4/mt_bench_prompts", "train", shipped=_CHAT, turns=lambda row: list(row["prompt"])),
     Task("alpaca", "tatsu-lab/alpaca", "train", shipped=_CHAT, turns=_alpaca),

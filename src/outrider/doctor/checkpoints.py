@@ -271,6 +271,7 @@ def positions(inputs: Inputs) -> SimpleNamespace:
     m = SimpleNamespace(window=window or "none", longest=longest, shown=longest or "unknown")
     m.own, m.theirs = config.rope_theta, config.rope_theta if theta is None else float(theta)
     m.scaling, m.most = rope.get("rope_type", "default"), config.max_position_embeddings
+    m.drops_scaling = m.scaling != "default" and config.rope_scaling is None
     m.unscaled = rope.get("original_max_position_embeddings") or m.most
     m.outside = window is not None and not config.layer_types and longest > window
     return m
@@ -826,7 +827,7 @@ CHECKS: tuple[Check, ...] = (
         ("warning", lambda m: m.theirs != m.own, "rope_theta is {m.own:g}, the target's {m.theirs:g}",
          "A drafter trained with it is right; one with an edited config loses acceptance as the context grows.",
          "Compare with the config of training; look at the checks of RoPE base and context length."),
-        ("warning", lambda m: m.scaling != "default" and m.longest > m.unscaled,
+        ("warning", lambda m: m.drops_scaling and m.longest > m.unscaled,
          "the target scales RoPE ({m.scaling}), the drafter does not; the longest of the data has {m.longest} tokens",
          "Beyond the unscaled length the drafter's positions are ones it never trained on.",
          "Train on conversations as long as those it will serve."),

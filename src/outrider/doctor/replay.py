@@ -284,6 +284,7 @@ def _of_blocks(probe: Probe, drafter: DFlash, slots: int) -> list[_Row]:
     first_norm = [Variant("the first layer's k_norm in all layers", module=_with_first_norm)]
     bases = (
         *other_bases(target, config.rope_theta),
+        *([] if config.rope_scaling is None else [Variant("no scaling", {"rope_scaling": None})]),
         *(Variant(f"linear scaling by {factor}", stretch=1 / factor) for factor in _SCALINGS),
         Variant("pairs of neighbours rotated (interleaved), not halves", module=_interleaved),
     )

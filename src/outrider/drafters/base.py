@@ -742,7 +742,7 @@ class ModuleDrafter(Drafter, Generic[M]):
     @cached_property
     def rope(self) -> RopeTables:
         """The rotations of layers that `config` describes, by position."""
-        return RopeTables(self.config.head_dim, self.config.rope_theta, self.device)
+        return RopeTables(self.config, self.device)
 
     def embed(self, tokens: Tensor | Sequence[int]) -> Tensor:
         """Token ids [...] -> what the drafter reads of them, float32 [..., H]."""

@@ -53,7 +53,7 @@ from outrider.drafters.config import (
 )
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.layers import Attention, AttentionPattern, BlockLayout, KeySource, SwiGLU, block_attention
-from outrider.drafters.rope import Rope, rope_table
+from outrider.drafters.rope import Rope, RopeScaling, describe_rope, rope_table
 from outrider.drafters.target_weights import copy_target_layers, layer_shapes
 from outrider.drafters.trees import BlockTreeDrafter
 from outrider.target.kernels import LayerKernels, Norms
@@ -105,6 +105,7 @@ class DFlashConfig(LayerConfig):
         bool, Field(description="Whether the anchor's row drafts, too: block_size drafts instead of one less.")
     ] = False
     rope_theta: NotInRecipe[float] = 10000.0
+    rope_scaling: NotInRecipe[RopeScaling | None] = field(default=None, repr=False)
     rms_norm_eps: NotInRecipe[float] = 1e-6
     sliding_window: Annotated[Count | None, Field(description="Context tokens that attention sees; null: all.")] = None
     max_position_embeddings: NotInRecipe[int] = 8192
@@ -197,7 +198,7 @@ class DFlashConfig(LayerConfig):
         return pairs
 
     def describe(self) -> list[tuple[str, str]]:
-        rows = [("draft layers", str(self.num_hidden_layers)), ("rope_theta", f"{self.rope_theta:g}")]
+        rows = [("draft layers", str(self.num_hidden_layers)), describe_rope(self)]
         if self.sliding_window is not None:
             count = sum(pattern.window is not None for pattern in self.attention_patterns)
             windowed = "all" if count == self.num_hidden_layers else f"{count} of {self.num_hidden_layers}"
@@ -340,10 +341,10 @@ class DFlash(DraftModule):
             layout: where the blocks stand; decides positions and the mask.
         """
         layout.prepare(embedded_NKH.shape[1], self.config.attention_patterns)
-        rope = rope_table(layout.positions_S(), self.config.head_dim, self.config.rope_theta)
+        rope = rope_table(layout.positions_S(), self.config)
         source = BlockContext(self.context(aux_SLT), rope, layout)
         positions_NK = layout.block_positions_NK(embedded_NKH.shape[1])
-        return self.blocks(embedded_NKH, rope_table(positions_NK, self.config.head_dim, self.config.rope_theta), source)
+        return self.blocks(embedded_NKH, rope_table(positions_NK, self.config), source)
 
     def blocks(self, x_NKH: Tensor, rope: Rope, source: KeySource) -> Tensor:
         """The layers over embedded blocks: normed hidden states of the prediction rows."""

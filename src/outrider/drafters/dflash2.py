@@ -241,10 +241,12 @@ class SelectorRows(DraftRows):
         C_k is a choice and has no gradient; s has, towards U too. Acceptance and agreement are those of the latter.
 
         Raises:
-            ValueError: a KL term; it would be infinite, for candidates leave tokens out that the target may choose.
+            ValueError: a KL or soft cross-entropy term; either would be infinite, for candidates leave tokens out that
+                the target may choose.
         """
-        if given.config.kl:
-            raise ValueError(f"objective.kl is {given.config.kl}: drafters that draw among candidates need 0.")
+        for name in ("kl", "soft_ce"):
+            if weight := getattr(given.config, name):
+                raise ValueError(f"objective.{name} is {weight}: drafters that draw among candidates need 0.")
         logits, target = self.logits(given), given.target
         parallel = fused_loss(logits, given.head, target, terms=given.terms(), top=self.count)
         assert parallel.candidates is not None

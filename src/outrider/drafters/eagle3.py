@@ -18,7 +18,9 @@ stands at its token's position, where the official code counts from its feature:
 An anchor with nothing before it drafts from a feature of zeros. Checkpoints of other makers differ from it in the six
 flags that end the config; they are served and trained as they are.
 
-Training: ce CE + l1 ||p_d - p_t||_1 at every draft position, a weighted mean (`DraftRows.loss`, drafters/base.py).
+Training: soft cross-entropy with the target's distribution at every draft position, a mean weighted by 0.8^(k-1)
+(`DraftRows.loss`, drafters/base.py; `default_objective` below), from every response token where a recipe says
+`anchors: all`, as its packaged ones do.
 
 Source: EAGLE-3, arXiv 2503.01840; parameter names are those of the official checkpoints.
 Shapes: S context slots, N anchors, X rows, L aux layers, H hidden, Q heads, G kv heads, E head dim.
@@ -27,7 +29,7 @@ Shapes: S context slots, N anchors, X rows, L aux layers, H hidden, Q heads, G k
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -58,7 +60,7 @@ from outrider.drafters.layers import (
     SwiGLU,
     block_attention,
 )
-from outrider.drafters.rope import Rope, rope_table
+from outrider.drafters.rope import Rope, RopeScaling, describe_rope, rope_table
 from outrider.drafters.target_weights import layer_shapes
 from outrider.target.linear import Packable
 from outrider.target.model import Target
@@ -84,6 +86,7 @@ class Eagle3Config(LayerConfig):
 
     gamma: Annotated[Count, Field(description="Draft tokens of a chain, and steps of the unrolled training.")] = 7
     rope_theta: NotInRecipe[float] = 10000.0
+    rope_scaling: NotInRecipe[RopeScaling | None] = field(default=None, repr=False)
     rms_norm_eps: NotInRecipe[float] = 1e-6
     max_position_embeddings: NotInRecipe[int] = 8192
     norm_before_residual: NotInRecipe[bool] = False
@@ -98,8 +101,12 @@ class Eagle3Config(LayerConfig):
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are two norms in one place: set one of them to false.")
 
+    @classmethod
+    def default_objective(cls, chosen: Mapping[str, Any]) -> dict[str, float]:
+        return {"ce": 0.0, "l1": 0.0, "soft_ce": 1.0, "confidence": 0.0, "decay": round(-1 / math.log(0.8), 2)}
+
     def describe(self) -> list[tuple[str, str]]:
-        return [("rope_theta", f"{self.rope_theta:g}"), *super().describe()]
+        return [describe_rope(self), *super().describe()]
 
     @classmethod
     def from_target(
@@ -226,7 +233,7 @@ class Eagle3(DraftModule):
         return inputs.layout.before_anchors(feature_SH), context
 
     def rope(self, positions_X: Tensor) -> Rope:
-        return rope_table(positions_X, self.config.head_dim, self.config.rope_theta)
+        return rope_table(positions_X, self.config)
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
         """Keys of the context pairs in one product, then the anchors' chains step by step."""

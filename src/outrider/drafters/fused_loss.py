@@ -5,7 +5,7 @@
 
     fused_loss            draft logits, the target's view of them, terms  ->  loss, acceptance, agreement
     label_probabilities   draft logits  ->  p_d of the labels
-    reduce_rows           both logits of a chunk  ->  cross-entropy, ||p_d - p_t||_1, KL and d loss / d logits
+    reduce_rows           both logits of a chunk  ->  the terms of each row and d loss / d logits
 
 Two [C, Vd] logit buffers are all there is, whatever N and V are. The gradients are computed in the forward, while the
 chunk is there; nothing is recomputed in the backward. C follows from a byte budget, so a vocabulary ten times larger
@@ -126,6 +126,7 @@ def fused_loss(
                 ce_C=weights.get("ce", none_N)[part],
                 l1_C=weights.get("l1", none_N)[part],
                 kl_C=weights["kl"][part] if "kl" in weights else None,
+                soft_C=weights["soft_ce"][part] if "soft_ce" in weights else None,
             )
             if top:
                 values_Cc, indices_Cc = z.topk(top, dim=-1)
@@ -135,8 +136,8 @@ def fused_loss(
             reduced.append(reduce(z, t, rows, target.softcap, needs_grad))
             if gradients is not None:
                 gradients.add(z, rounded, part)
-        ce, distance, kl, agreement = map(torch.cat, zip(*reduced, strict=True))
-        values = {"ce": ce, "l1": distance, "kl": kl}
+        ce, distance, kl, soft_ce, agreement = map(torch.cat, zip(*reduced, strict=True))
+        values = {"ce": ce, "l1": distance, "kl": kl, "soft_ce": soft_ce}
         loss = sum(((weight * values[kind]).sum() for kind, weight in terms), start=distance.new_zeros(()))
     if gradients is not None:
         loss = _WithGradients.apply(loss, gradients.of_leaves, *logits)
@@ -235,7 +236,7 @@ class Supervision:
         return (self.of(self.weights_NK) * is_first_M / self.total_weight).to(self.view.lse_N.dtype)
 
     def terms(self, share: float = 1.0) -> list[Term]:
-        """Cross-entropy, 1-norm and KL divergence with weights share w_i / sum_i w_i at the supervised positions."""
+        """The terms between distributions, with weights share w_i / sum_i w_i at the supervised positions."""
         return self.config.terms(share * self.weights_M)
 
 
@@ -390,6 +391,7 @@ def _shifted_logits(z_CV: Tensor, logits: DraftLogits, part: slice, *, token_C: 
 #     ||p_d - p_t||_1 (outside mass included) = 2 sum_v (p_d - p_t)_+          because both distributions sum to one
 #     b = [p_d > p_t],  d ||.||_1 / dz = 2 p_d (b - <p_d, b>),  d ce / dz = p_d - onehot
 #     KL(p_t || p_d) = sum_v p_t (log p_t - log p_d),  d KL / dz = (sum_v p_t) p_d - p_t                 v in Vd
+#     soft CE = -sum_v p_s log p_d,  p_s = p_t / sum_v p_t,  d soft CE / dz = p_d - p_s     0 if argmax p_t not in Vd
 #
 # The identity saves the sum of |.| and of p_t. Softmax of either side is one pass (`torch.softmax` reads a row while it
 # is in cache), and the maximum of its result gives the log-sum-exp back: max(z) - log(max(p_d)).
@@ -402,8 +404,8 @@ _SCRATCH_BYTES = 2**21  # one buffer of the rows in work: small enough for a cor
 class RowInputs(NamedTuple):
     """The scalars of each row, [C]; the target's logits are `t + shift`, their log-sum-exp over its vocabulary `lse`.
 
-    `labels` and `argmax` index the draft vocabulary, -1 outside it; `ce`, `l1` and `kl` are the weights of the terms,
-    `kl` None for none.
+    `labels` and `argmax` index the draft vocabulary, -1 outside it; `ce`, `l1`, `kl` and `soft` (the soft
+    cross-entropy) are the weights of the terms, the last two None for none.
     """
 
     shift_C: Tensor
@@ -413,6 +415,7 @@ class RowInputs(NamedTuple):
     ce_C: Tensor
     l1_C: Tensor
     kl_C: Tensor | None = None
+    soft_C: Tensor | None = None
 
 
 def row_reducer(logits_CV: Tensor) -> Callable[..., tuple[Tensor, ...]]:
@@ -426,11 +429,11 @@ def row_reducer(logits_CV: Tensor) -> Callable[..., tuple[Tensor, ...]]:
 
 def reduce_rows(
     z_CV: Tensor, t_CV: Tensor, rows: RowInputs, softcap: float | None, needs_grad: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cross-entropy (0 without a label), ||p_d - p_t||_1, KL(p_t || p_d) (0 if it has no weight) and whether the most
-    likely tokens agree, per row [C].
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Cross-entropy (0 without a label), ||p_d - p_t||_1, KL(p_t || p_d) and soft cross-entropy (0 where they have no
+    weight) and whether the most likely tokens agree, per row [C].
 
-    Both logit buffers are overwritten; with `needs_grad`, z then holds d(ce CE + l1 ||p_d - p_t||_1 + kl KL) / dz.
+    Both logit buffers are overwritten; with `needs_grad`, z then holds the derivative of the weighted sum by z.
 
     Arithmetic is in float32 for bfloat16 logits, a few rows at a time, else in the logits' own type.
     """
@@ -459,6 +462,12 @@ def reduce_rows(
         target_top_C = gap.amax(-1) + shift_C
         torch.softmax(gap, -1, out=gap)
         inside_C = (target_top_C - lse_C).exp() / gap.amax(-1)
+        soft_C = torch.zeros_like(ce_C)
+        soft_weight_C = None if rows.soft_C is None else (rows.soft_C[part] * (argmax_C >= 0)).to(dtype)
+        if soft_weight_C is not None:
+            log_p_d = p_d.clamp(min=torch.finfo(dtype).tiny).log_()
+            soft_C = -(gap * log_p_d).sum(-1).masked_fill(argmax_C < 0, 0.0)
+        towards_soft = gap * soft_weight_C[:, None] if needs_grad and soft_weight_C is not None else None
         kl_C, towards_kl = torch.zeros_like(ce_C), None
         if rows.kl_C is not None:
             p_t = gap * inside_C[:, None]
@@ -468,17 +477,22 @@ def reduce_rows(
                 towards_kl = torch.addcmul(p_t.neg_(), p_d, mass_C[:, None]).mul_(rows.kl_C[part].to(dtype)[:, None])
         torch.addcmul(p_d, gap, inside_C[:, None], value=-1, out=gap)
         gap.clamp_(min=0)
-        outputs.append((ce_C, 2 * gap.sum(-1), kl_C, agreement_C))
+        outputs.append((ce_C, 2 * gap.sum(-1), kl_C, soft_C, agreement_C))
         if needs_grad:
             above = gap.sign_().mul_(p_d)  # p_d b
             inner_C = above.sum(-1)
             scale_C = (ce_weight_C * known_C).to(dtype)
             above.mul_(2 * l1_C[:, None])
-            grad = torch.addcmul(above, p_d, (scale_C - 2 * l1_C * inner_C)[:, None], out=p_d)
+            towards_p_d = scale_C - 2 * l1_C * inner_C
+            if soft_weight_C is not None:
+                towards_p_d = towards_p_d + soft_weight_C
+            grad = torch.addcmul(above, p_d, towards_p_d[:, None], out=p_d)
             grad.scatter_add_(1, label_C, -scale_C[:, None])
             if towards_kl is not None:
                 grad.add_(towards_kl)
+            if towards_soft is not None:
+                grad.sub_(towards_soft)
             if grad.dtype != z_CV.dtype:
                 z_CV[part].copy_(grad)
-    ce_C, distance_C, kl_C, agreement_C = map(torch.cat, zip(*outputs, strict=True))
-    return ce_C, distance_C, kl_C, agreement_C
+    ce_C, distance_C, kl_C, soft_C, agreement_C = map(torch.cat, zip(*outputs, strict=True))
+    return ce_C, distance_C, kl_C, soft_C, agreement_C

@@ -3,8 +3,9 @@
 Three passes over the vocabulary:
 
     1  z        running maximum m and sum of exp(z - m)  ->  p_d = exp(z - m) / sum
-    2  z, t     sum (p_d - p_t)_+  and  <p_d, b>,  b = [p_d > p_t];  with a KL term its value, and m = sum p_t
-    3  z, t     dz = 2 l1 p_d (b - <p_d, b>) + ce (p_d - onehot) + kl (m p_d - p_t), written over z
+    2  z, t     sum (p_d - p_t)_+  and  <p_d, b>,  b = [p_d > p_t];  with a KL or soft cross-entropy its value, and
+                m = sum p_t
+    3  z, t     dz = 2 l1 p_d (b - <p_d, b>) + ce (p_d - onehot) + kl (m p_d - p_t) + soft (p_d - p_t / m), over z
 
 Nothing but [C] scalars is allocated; a chunk's rows stay in the GPU's L2 cache between passes. A gradient needs
 <p_d, b> of the whole row before its first entry, and b the sum of exp: fewer passes would mean another [C, Vd] buffer.
@@ -47,14 +48,17 @@ def _rows(  # type: ignore[no-untyped-def]
     ce_weight_ptr,
     l1_weight_ptr,
     kl_weight_ptr,
+    soft_weight_ptr,
     ce_ptr,
     distance_ptr,
     kl_ptr,
+    soft_ptr,
     agreement_ptr,
     V,
     softcap,
     CAPPED: tl.constexpr,
     DIVERGENCE: tl.constexpr,
+    SOFT: tl.constexpr,
     NEEDS_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -84,6 +88,7 @@ def _rows(  # type: ignore[no-untyped-def]
     excess = 0.0
     inner = 0.0
     divergence = 0.0
+    cross = 0.0
     mass = 0.0
     for start in range(0, V, BLOCK):
         inside = start + lane < V
@@ -96,6 +101,9 @@ def _rows(  # type: ignore[no-untyped-def]
         above = inside & (gap > 0)
         if DIVERGENCE:
             divergence += tl.sum(tl.where(inside, p_t * (log_p_t - (z - z_lse)), 0.0), 0)
+        if SOFT:
+            cross -= tl.sum(tl.where(inside, p_t * (z - z_lse), 0.0), 0)
+        if DIVERGENCE or SOFT:
             mass += tl.sum(tl.where(inside, p_t, 0.0), 0)
         excess += tl.sum(tl.where(above, gap, 0.0), 0)
         inner += tl.sum(tl.where(above, p_d, 0.0), 0)
@@ -103,6 +111,8 @@ def _rows(  # type: ignore[no-untyped-def]
     tl.store(ce_ptr + row, tl.where(known, z_lse - label_logit, 0.0))
     tl.store(distance_ptr + row, 2.0 * excess)
     tl.store(kl_ptr + row, divergence)
+    drafts_top = argmax >= 0  # m is then at least 1 / V
+    tl.store(soft_ptr + row, tl.where(drafts_top, cross / tl.where(drafts_top, mass, 1.0), 0.0))
     tl.store(agreement_ptr + row, ((argmax >= 0) & (their_top >= top)).to(tl.int8))
 
     if NEEDS_GRAD:
@@ -111,6 +121,9 @@ def _rows(  # type: ignore[no-untyped-def]
         kl = 0.0
         if DIVERGENCE:
             kl = tl.load(kl_weight_ptr + row).to(tl.float32)
+        soft = 0.0
+        if SOFT:
+            soft = tl.where(drafts_top, tl.load(soft_weight_ptr + row).to(tl.float32), 0.0)
         for start in range(0, V, BLOCK):
             inside = start + lane < V
             z = tl.load(z_ptr + start + lane, mask=inside, other=-float("inf")).to(tl.float32)
@@ -121,18 +134,20 @@ def _rows(  # type: ignore[no-untyped-def]
             grad -= tl.where(start + lane == label, ce, 0.0)
             if DIVERGENCE:
                 grad += kl * (mass * p_d - p_t)
+            if SOFT:
+                grad += soft * (p_d - p_t / tl.where(drafts_top, mass, 1.0))
             tl.store(z_ptr + start + lane, grad.to(z_ptr.dtype.element_ty), mask=inside)
 
 
 def reduce_rows_triton(
     z_CV: Tensor, t_CV: Tensor, rows: Sequence[Tensor | None], softcap: float | None, needs_grad: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `reduce_rows`, for contiguous float32 or bfloat16 logits; t is left as it was."""
-    *_, l1_C, kl_C = rows
+    *_, l1_C, kl_C, soft_C = rows
     assert l1_C is not None
     C, V = z_CV.shape
     assert z_CV.is_contiguous() and t_CV.is_contiguous()
-    ce, distance, kl = (torch.empty(C, dtype=torch.float32, device=z_CV.device) for _ in range(3))
+    ce, distance, kl, soft = (torch.empty(C, dtype=torch.float32, device=z_CV.device) for _ in range(4))
     agreement = torch.empty(C, dtype=torch.int8, device=z_CV.device)
     _rows[(C,)](
         z_CV,
@@ -141,13 +156,15 @@ def reduce_rows_triton(
         ce,
         distance,
         kl,
+        soft,
         agreement,
         V,
         softcap or 1.0,
         CAPPED=softcap is not None,
         DIVERGENCE=kl_C is not None,
+        SOFT=soft_C is not None,
         NEEDS_GRAD=needs_grad,
         BLOCK=min(_BLOCK, triton.next_power_of_2(V)),
         num_warps=_WARPS,
     )
-    return ce, distance, kl, agreement.bool()
+    return ce, distance, kl, soft, agreement.bool()

@@ -2,8 +2,9 @@
 
     p_d = softmax(W_d h + W2 l)       the drafter's distribution; W2 l: a sequential head's correction, 0 without one
     p_t                               the target's distribution at the same position
-    loss = sum_i w_i [ce (-log p_d(x_i)) + l1 ||p_d - p_t||_1 + kl KL(p_t || p_d)
-                      + confidence BCE(c_i, a_i)] / sum_i w_i
+    loss = sum_i w_i [ce (-log p_d(x_i)) + soft_ce (-sum_v p_s(v) log p_d(v)) + l1 ||p_d - p_t||_1
+                      + kl KL(p_t || p_d) + confidence BCE(c_i, a_i)] / sum_i w_i
+    p_s = softmax over the draft vocabulary of the target's logits; no such term where its likeliest token is not in it
     a_i = 1 - ||p_d - p_t||_1 / 2     the acceptance probability; ||p_d - p_t||_1 / 2 is the total variation
     w_i = exp(-(k_i - 1) / decay)     k_i: position in the block, from 1; D-PACE: `dpace_weights`
 
@@ -12,6 +13,7 @@ Whole logits of a vocabulary are never computed in training: `fused_loss` (draft
 the gradients of `reference_loss` chunk by chunk.
 
 Source: DSpark, arXiv 2607.05147 (ce 0.1, l1 0.9, confidence 1.0 and the decay); DFlash, arXiv 2602.06036 (ce alone);
+EAGLE-3, arXiv 2503.01840 (soft_ce alone; the draft vocabulary in it as in its official training code);
 JetSpec, arXiv 2606.18394 (kl, there at a temperature of distillation, which is 1 here); D-PACE, arXiv 2605.18810.
 Shapes: N supervised positions, or blocks of K positions; V draft vocabulary, or the tokens that can be drafted.
 """
@@ -29,11 +31,13 @@ from torch import Tensor
 
 from outrider.utils.documents import Section
 
+TermKind = Literal["ce", "l1", "kl", "soft_ce"]
+
 
 class Term(NamedTuple):
     """One term of the loss with its weight at each position, [N]."""
 
-    kind: Literal["ce", "l1", "kl"]
+    kind: TermKind
     weight_N: Tensor
 
 
@@ -49,7 +53,7 @@ class ObjectiveConfig(Section):
     """Weights of the terms of the loss, and of draft positions in all of them (drafters/loss.py).
 
     The defaults are DSpark's (arXiv 2607.05147). A method with other weights names them in the `default_objective` of
-    its config: DFlash is trained by cross-entropy alone, JetSpec by the KL divergence.
+    its config: DFlash is trained by cross-entropy alone, JetSpec by the KL divergence, EAGLE-3 by soft cross-entropy.
     """
 
     ce: float = Field(0.1, ge=0)
@@ -58,6 +62,8 @@ class ObjectiveConfig(Section):
     """Weight of the 1-norm ||p_d - p_t||_1, DeepSpec's l1_loss_alpha."""
     kl: float = Field(0.0, ge=0)
     """Weight of the KL divergence of p_t from p_d, as in distillation; 1 for JetSpec."""
+    soft_ce: float = Field(0.0, ge=0)
+    """Weight of the cross-entropy with the target's distribution over the draft vocabulary; 1 for EAGLE-3."""
     confidence: float = Field(1.0, ge=0)
     """Weight of the confidence head's loss; 0 for drafters without one."""
     confidence_gradient: bool = True
@@ -74,8 +80,8 @@ class ObjectiveConfig(Section):
     """Part of the steps after which that share is 0."""
 
     def terms(self, weights_N: Tensor) -> list[Term]:
-        """Cross-entropy, 1-norm and KL divergence, those whose weight is not 0, at positions of these weights."""
-        weights: dict[Literal["ce", "l1", "kl"], float] = {"ce": self.ce, "l1": self.l1, "kl": self.kl}
+        """The terms between distributions whose weight is not 0, at positions of these weights."""
+        weights: dict[TermKind, float] = {"ce": self.ce, "l1": self.l1, "kl": self.kl, "soft_ce": self.soft_ce}
         return [Term(kind, weight * weights_N) for kind, weight in weights.items() if weight]
 
     def position_weights(self, gamma: int, device: torch.device) -> Tensor:
@@ -121,6 +127,15 @@ def kl_divergence(log_p_t: Tensor, log_p_d: Tensor) -> Tensor:
     return (log_p_t.exp() * (log_p_t - log_p_d)).sum(-1)
 
 
+def soft_cross_entropy(log_p_t: Tensor, log_p_d: Tensor, argmax: Tensor) -> Tensor:
+    """-sum_{v in V} p_s log p_d with p_s = p_t / sum_{v in V} p_t, over [..., V]; 0 for an argmax [...] of -1.
+
+    The target's most likely token cannot be drafted there, and EAGLE-3's training leaves such positions out of the sum.
+    """
+    soft = -(log_p_t.log_softmax(-1).exp() * log_p_d).sum(-1)
+    return torch.where(argmax >= 0, soft, 0.0)
+
+
 def acceptance_probability(distance: Tensor) -> Tensor:
     """a = 1 - ||p_d - p_t||_1 / 2 = sum_v min(p_d, p_t)."""
     return (1 - distance / 2).clamp(0, 1)
@@ -141,7 +156,12 @@ def reference_loss(
         labels, argmax: the next token and the target's most likely one, as indices into V; -1 if it cannot be drafted.
     """
     distance = l1_distance(log_p_d.exp(), log_p_t.exp())
-    values = {"ce": cross_entropy(log_p_d, labels), "l1": distance, "kl": kl_divergence(log_p_t, log_p_d)}
+    values = {
+        "ce": cross_entropy(log_p_d, labels),
+        "l1": distance,
+        "kl": kl_divergence(log_p_t, log_p_d),
+        "soft_ce": soft_cross_entropy(log_p_t, log_p_d, argmax),
+    }
     loss = sum(((weight * values[kind]).sum() for kind, weight in terms), start=distance.new_zeros(()))
     agreement = log_p_d.argmax(-1) == argmax
     return DraftLoss(loss, acceptance_probability(distance).detach(), agreement.float())

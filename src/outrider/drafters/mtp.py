@@ -31,7 +31,7 @@ Shapes: S context slots, N anchors, K = gamma draft positions, H hidden, Q heads
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -55,7 +55,7 @@ from outrider.drafters.config import Count, LayerConfig, NotInRecipe, draft_voca
 from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import ChainKeys
 from outrider.drafters.layers import Attention, AttentionPattern, KeySource, SwiGLU
-from outrider.drafters.rope import Rope, rope_table
+from outrider.drafters.rope import Rope, RopeScaling, describe_rope, rope_table
 from outrider.drafters.target_weights import copy_target_layers, layer_shapes
 from outrider.target.linear import Packable
 from outrider.target.model import DecodingTarget, Target
@@ -75,6 +75,7 @@ class MTPConfig(LayerConfig):
     gamma: Annotated[Count, Field(description="Draft tokens of a round.")] = 1
     qk_norm: NotInRecipe[bool] = False
     rope_theta: NotInRecipe[float] = 10000.0
+    rope_scaling: NotInRecipe[RopeScaling | None] = field(default=None, repr=False)
     rms_norm_eps: NotInRecipe[float] = 1e-6
     max_position_embeddings: NotInRecipe[int] = 8192
 
@@ -91,7 +92,7 @@ class MTPConfig(LayerConfig):
             )
 
     def describe(self) -> list[tuple[str, str]]:
-        return [("modules", str(self.num_modules)), ("rope_theta", f"{self.rope_theta:g}"), *super().describe()]
+        return [("modules", str(self.num_modules)), describe_rope(self), *super().describe()]
 
     @classmethod
     def from_target(cls, target: Target, *, draft_vocab_size: int | None = None, **chosen: Any) -> MTPConfig:
@@ -185,8 +186,8 @@ class MTP(DraftModule):
         anchor at position 0 too: nothing precedes it, and its h^0 is zero.
         """
         config, layout = self.config, inputs.layout
-        modules, E, theta = len(self.depths), config.head_dim, config.rope_theta
-        rope_S = rope_table(layout.positions_S() + 1, E, theta)  # a pair stands where its token does
+        modules = len(self.depths)
+        rope_S = rope_table(layout.positions_S() + 1, config)  # a pair stands where its token does
         state_SH = inputs.aux_SLD[:, 0]
         state_NH = layout.before_anchors(state_SH)
         hidden = []
@@ -201,7 +202,7 @@ class MTP(DraftModule):
                 else:
                     context = module.keys_values(state_SH, embedded_SH, rope_S)
                 source = ChainKeys(context, layout)
-            rope_N = rope_table(layout.anchors_N + max(0, k + 1 - modules), E, theta)
+            rope_N = rope_table(layout.anchors_N + max(0, k + 1 - modules), config)
             state_NH = module(state_NH, inputs.embed(inputs.previous_NK[:, k]), rope_N, source=source)
             hidden.append(state_NH)
         return DraftRows(torch.stack(hidden, dim=1))

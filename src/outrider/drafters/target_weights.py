@@ -7,12 +7,13 @@ q_norm, k_norm  <-  copied if the target has them, else the mean RMS of the targ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from outrider.drafters.rope import RopeScaling, RopeType
 from outrider.target.model import Target, full_tensor
 from outrider.utils.measure import on_device
 
@@ -36,9 +37,19 @@ def layer_shapes(target: Target) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "num_target_layers": target.num_layers,
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "rope_scaling": _rope_scaling(rope, target.max_context),
         "rms_norm_eps": theirs.rms_norm_eps,
         "max_position_embeddings": target.max_context,
     }
+
+
+def _rope_scaling(rope: Mapping[str, Any], longest: int) -> RopeScaling | None:
+    """The target's scaling, so that draft layers see far positions as its own do. Draft layers without the kind that it
+    has (longrope, dynamic and others) are unscaled: a drafter's rotations are its own.
+    """
+    if rope.get("rope_type") not in get_args(RopeType):
+        return None
+    return RopeScaling.of({name: value for name, value in rope.items() if name != "partial_rotary_factor"}, longest)
 
 
 @torch.no_grad()

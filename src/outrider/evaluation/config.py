@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from outrider.backends.config import CheckpointTarget, DrafterDirectory
 from outrider.config import (
@@ -167,6 +167,10 @@ class CalibrateConfig(Config):
     fit_tasks: Annotated[
         tuple[str, ...] | None, option(PROMPTS, "fit on these; else on half of --tasks", beside="name")
     ] = None
+    fit: Annotated[
+        Literal["likelihood", "sts"],
+        option(GENERAL, "likelihood: temperatures and offsets; sts: DSpark's temperatures of least calibration error"),
+    ] = "likelihood"
     prompts: Prompts = Prompts()
     max_new_tokens: MaxNewTokens = 256
     sampling: FitSampling = FitSampling()
@@ -186,7 +190,7 @@ class CalibrateConfig(Config):
     @property
     def about_confidences(self) -> bool:
         """Whether options are given that only drafters with confidences have."""
-        return any((self.fit_tasks, self.plot, self.rounds, self.sweep, self.export_sglang))
+        return self.fit != "likelihood" or any((self.fit_tasks, self.plot, self.rounds, self.sweep, self.export_sglang))
 
 
 @dataclass(frozen=True, kw_only=True)

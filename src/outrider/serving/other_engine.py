@@ -21,7 +21,7 @@ from outrider.backends.registry import server_of
 from outrider.checkpoints.checkpoint import load_weights
 from outrider.serving.config import LOOPBACK, ServeConfig
 from outrider.target.hub import loadable_name, resolve_model
-from outrider.target.model import count_layers
+from outrider.target.model import count_layers, read_architectures
 from outrider.utils.packaged import name_of
 
 Say = Callable[[str], None]
@@ -60,6 +60,7 @@ def engine_command(config: ServeConfig, say: Say) -> EngineCommand:
         port=config.port,
         name=config.name,
         dtype=config.engine_dtype,
+        architectures=() if choice is None else read_architectures(config.target),
         users=config.max_requests,
         python=config.started.engine_python or (sys.executable if config.launch else "python"),
         executable=config.started.engine_command,

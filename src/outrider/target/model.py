@@ -426,6 +426,15 @@ def count_layers(id_or_dir: str) -> int:
     return int(model_config(resolve_model(id_or_dir, weights=False)).get_text_config().num_hidden_layers)
 
 
+def read_architectures(id_or_dir: str) -> tuple[str, ...]:
+    """Read the class names in a model's config, which tell its family; () if it has none.
+
+    Raises:
+        ValueError: the model cannot be found.
+    """
+    return tuple(model_config(resolve_model(id_or_dir, weights=False)).architectures or ())
+
+
 def outline_target(id_or_dir: str | Path) -> Target:
     """Make a target with weights on the meta device: shapes, config and tokenizer only.
 

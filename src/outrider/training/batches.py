@@ -11,6 +11,7 @@ response token but the last. A block supervises up to gamma following tokens of 
     random    any of them (DFlash, arXiv 2602.06036): blocks overlap, and each epoch sees others
     blocks    r_1 .. r_gamma | r_gamma+1 .. r_2 gamma | ..   only the tokens before these: the fixed partition of block
               diffusion, every response token in one block
+    all       every one of them, as EAGLE-3's official training unrolls every position (arXiv 2503.01840)
 
 Padded, a batch has one more sequence behind the others, of zeros: the context slots and blocks that fill both numbers
 up to one of a few sizes. It supervises nothing, and attention never crosses sequences, so losses and gradients are
@@ -20,6 +21,7 @@ Shapes: N blocks, K = gamma draft positions, S context slots, M supervised posit
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -99,7 +101,8 @@ class Schedule:
     def of(cls, config: OptimizerSection, samples: Sequence[Sample], seed: int, gamma: int) -> Schedule:
         """The schedule of a recipe."""
         stride = gamma if config.anchors == "blocks" else 1
-        per_step, per_sequence = config.sequences_per_step, config.anchors_per_sequence
+        per_step = config.sequences_per_step
+        per_sequence = sys.maxsize if config.anchors == "all" else config.anchors_per_sequence
         return cls(samples, per_step, per_sequence, seed, config.anchors_per_step, stride)
 
     def step(self, step: int) -> list[Chosen]:

@@ -77,8 +77,9 @@ class OptimizerSection(Section):
     """As many sequences as bring that many anchors, instead of sequences_per_step."""
     anchors_per_sequence: int = Field(28, ge=1)
     """Anchors drawn from each conversation; each brings gamma draft positions."""
-    anchors: Literal["random", "blocks"] = "random"
-    """random: any response token; blocks: only those before each gamma-th one, as in plain block diffusion."""
+    anchors: Literal["random", "blocks", "all"] = "random"
+    """random: any response token; blocks: only those before each gamma-th one, as in plain block diffusion; all: every
+    response token, however many, as for EAGLE-3."""
     learning_rate: float = Field(6e-4, gt=0)
     """The highest one, after the warm-up."""
     weight_decay: float = Field(0.01, ge=0)
@@ -98,6 +99,13 @@ class OptimizerSection(Section):
     def _steps_or_epochs(self) -> OptimizerSection:
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError("steps and epochs both say how long training is: leave steps out, or set epochs to null")
+        return self
+
+    @model_validator(mode="after")
+    def _all_anchors_or_some(self) -> OptimizerSection:
+        drawn = type(self).model_fields["anchors_per_sequence"].default
+        if self.anchors == "all" and self.anchors_per_sequence != drawn:
+            raise ValueError("anchors: all takes every one of a conversation: leave anchors_per_sequence out")
         return self
 
     @model_serializer(mode="wrap")
@@ -192,7 +200,8 @@ class Recipe(Section):
     )
     """Fields of the method's config (drafters/NAME.py); dspark where `algorithm` is left out."""
     objective: SerializeAsAny[ObjectiveConfig] = Field(ObjectiveConfig(), validate_default=True)
-    """Weights of the terms of the loss; dflash, dflash2, lilicorr: ce 1, l1 0, confidence 0, a decay by block_size."""
+    """Weights of the terms of the loss; dflash, dflash2, lilicorr: ce 1, l1 0, confidence 0, a decay by block_size;
+    eagle3: soft_ce alone."""
     optimizer: OptimizerSection = OptimizerSection()
     """Steps, batches and learning rate."""
     watch: WatchSection = WatchSection()

@@ -231,9 +231,9 @@ class Trainer:
     def _scheduled(self, step: int) -> float:
         """How far along its schedule step `step` is, in steps; the same on all ranks."""
         config = self.recipe.optimizer
-        if config.max_minutes is None:
+        if (minutes := config.max_minutes) is None:
             return step
-        share: float = self.ranks.from_main(lambda: (self.seconds_before + self.seconds) / (60 * config.max_minutes))
+        share: float = self.ranks.from_main(lambda: (self.seconds_before + self.seconds) / (60 * minutes))
         return max(float(step), min(share, 1.0) * config.steps)
 
     def _share(self, step: int) -> list[list[Chosen]]:

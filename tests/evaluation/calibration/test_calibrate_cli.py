@@ -30,6 +30,9 @@ def test_rounds_sweep_and_export(run: Run, toy: Path, tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "sglang" / "confidence_sts.json").read_text())["temperatures"]) == 7
     assert run(*command, "--max-new-tokens", 32, *files)[0] == 0
     assert read_metadata(drafter)["calibration"] == stored and (tmp_path / "r.npz").read_bytes() == written
+    status, out, _ = run(*command, "--max-new-tokens", 32, "--fit", "sts", *files)
+    assert status == 0 and "STS" in out and "T, b" in out, "both are shown"
+    assert "SGLang has no offsets" not in out
     refused = run(*command, "--max-new-tokens", 31, *files)
     assert refused[0] == 2 and "was collected with settings" in refused[2]
 
@@ -46,7 +49,7 @@ def test_worse_temperatures_are_not_stored(
     drafter, tasks = trained(toy, tmp_path / "d"), tasks_file(tmp_path / "mine.jsonl", 8)
     before = {path.name: path.read_bytes() for path in drafter.iterdir()}
     worse = Scaling([1.0] * 7, [3.0] * 7)
-    monkeypatch.setattr("outrider.evaluation.calibration.fit.fit_sts", lambda rounds, offsets=True: worse)
+    monkeypatch.setattr("outrider.evaluation.calibration.fit.fit_scaling", lambda rounds, offsets=True: worse)
     command = ("calibrate", "--target", toy / "target", "--drafter", drafter, "--tasks", tasks)
     status, out, err = run(*command, "--max-new-tokens", 32, "--export-sglang", tmp_path / "sglang")
     assert status == 0, err

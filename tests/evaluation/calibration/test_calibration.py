@@ -39,6 +39,7 @@ from outrider.evaluation.calibration.collect import (
 )
 from outrider.evaluation.calibration.fit import (
     CalibrationResult,
+    FitMethod,
     Rounds,
     Scaling,
     at_position,
@@ -48,6 +49,7 @@ from outrider.evaluation.calibration.fit import (
     ece,
     ece_noise,
     fit_estimator,
+    fit_scaling,
     fit_sts,
     log_loss,
     quality,
@@ -138,7 +140,7 @@ def test_right_confidences_have_no_error_but_chance() -> None:
 def test_known_temperatures_are_recovered_left_to_right() -> None:
     known = [2.0, 0.6, 1.0, 3.0]
     rounds = drawn(20_000, known)
-    found = fit_sts(rounds, offsets=False)
+    found = fit_scaling(rounds, offsets=False)
     assert found.temperatures == pytest.approx(known, rel=0.2) and found.offsets == [0.0] * 4
     fresh = drawn(30_000, known, seed=5)
     before, after = quality(fresh, Scaling.identity(4)), quality(fresh, found)
@@ -147,10 +149,39 @@ def test_known_temperatures_are_recovered_left_to_right() -> None:
     assert after.roc_auc[0] == before.roc_auc[0], "one position's temperature keeps its order"
 
 
+def test_sts_is_the_temperature_of_least_ece_given_the_earlier_ones() -> None:
+    rounds = drawn(600, [1.5, 0.7, 2.5], seed=3)
+    found = fit_sts(rounds)
+    assert found.offsets == [0.0] * 3
+    for k in range(1, 4):
+
+        def error(t: float, k: int = k) -> float:
+            pair = at_position(rounds, Scaling([*found.temperatures[: k - 1], t], [0.0] * k), k)
+            return reference_ece(pair[0].tolist(), pair[1].tolist(), 20)
+
+        tried = [error(t) for t in np.exp(np.linspace(-np.log(10), np.log(10), 201))]
+        assert error(found.temperatures[k - 1]) == pytest.approx(min(tried), abs=1e-12)
+        assert error(found.temperatures[k - 1]) < error(fit_scaling(rounds).temperatures[k - 1]) + 1e-12
+    assert fit_sts(drawn(20_000, [2.0, 0.6, 1.0])).temperatures == pytest.approx([2.0, 0.6, 1.0], rel=0.15)
+
+
+def test_of_equal_errors_sts_takes_the_temperature_nearest_to_1() -> None:
+    rounds = Rounds(np.full((200, 1), 0.5), np.arange(200) % 2, np.ones(200, dtype=np.int64))
+    assert fit_sts(rounds).temperatures == [1.0], "a confidence of 1/2 stays what it is at any"
+
+
+def test_the_scaling_that_is_asked_for_is_kept() -> None:
+    conversations = [drawn(100, [2.0, 0.5], seed) for seed in range(40)]
+    sts, ours = (calibrated(conversations, method) for method in ("sts", "likelihood"))  # type: ignore[arg-type]
+    assert sts.calibration.scaling == sts.alone == fit_sts(sts.fit) and sts.calibration.fit == "sts"
+    assert ours.calibration.scaling == fit_scaling(ours.fit) and ours.calibration.fit == "likelihood"
+    assert sts.refused is None and sts.calibration.errors == ours.calibration.errors
+
+
 @pytest.mark.parametrize("offsets", [True, False])
 def test_each_fit_is_the_likeliest_given_the_earlier_ones(offsets: bool) -> None:
     rounds = drawn(60, [1.5, 0.7, 2.5], seed=3)
-    found = fit_sts(rounds, offsets)
+    found = fit_scaling(rounds, offsets)
 
     def cost(k: int, t: float, b: float) -> float:
         scaling = Scaling([*found.temperatures[: k - 1], t], [*found.offsets[: k - 1], b])
@@ -171,7 +202,7 @@ def test_unjudged_positions_count_for_nothing() -> None:
     assert survival(rounds, Scaling.identity(2), 2)[0] == pytest.approx([0.8, 0.48])
     assert survival(rounds, Scaling([2.0], [0.0]), 1)[0] == pytest.approx([2 / 3]), "sigmoid(log(4) / 2)"
     with pytest.raises(ValueError, match="no round judged draft position 2"):
-        fit_sts(Rounds(confidences_NK[1:], np.array([1]), np.array([1])))
+        fit_scaling(Rounds(confidences_NK[1:], np.array([1]), np.array([1])))
     with pytest.raises(ValueError, match="accepted <= admitted <= 2"):
         Rounds(confidences_NK, np.array([2, 2]), np.array([2, 1]))
     with pytest.raises(ValueError, match="2 rounds of confidences"):
@@ -181,7 +212,7 @@ def test_unjudged_positions_count_for_nothing() -> None:
 def test_saturated_confidences_can_be_fitted() -> None:
     confidences_NK = np.array([[0.0], [1.0], [1.0], [0.0]])
     rounds = Rounds(confidences_NK, np.array([0, 1, 1, 0]), np.ones(4, dtype=np.int64))
-    assert ece(*at_position(rounds, fit_sts(rounds), 1)) < 1e-6
+    assert ece(*at_position(rounds, fit_scaling(rounds), 1)) < 1e-6
 
 
 def test_rounds_of_a_generation() -> None:
@@ -252,7 +283,7 @@ def test_a_bias_that_no_temperature_removes_is_offset() -> None:
         return Rounds(sigmoid((logits_NK - [0.8, -1.1]) * [1.0, 1.4]), right.accepted_N, right.admitted_N)
 
     fit, fresh = biased(12_000, 1), biased(30_000, 2)
-    found, without = fit_sts(fit), fit_sts(fit, offsets=False)
+    found, without = fit_scaling(fit), fit_scaling(fit, offsets=False)
     assert found.offsets == pytest.approx([0.8, -1.1], abs=0.25) and found.temperatures == pytest.approx(
         [1, 1.4], rel=0.25
     )
@@ -260,10 +291,11 @@ def test_a_bias_that_no_temperature_removes_is_offset() -> None:
     assert max(best.ece) < 0.012 and plain.ece[0] > 0.03 < raw.ece[0]
 
 
-def calibrated(collected: Sequence[Rounds]) -> CalibrationResult:
+def calibrated(collected: Sequence[Rounds], method: FitMethod = "likelihood") -> CalibrationResult:
     """Half of these conversations fitted on, half measured on; no replay."""
     settings = TaskSettings(params=SamplingParams(temperature=1.0))
-    return calibrate({"t": [[rounds] for rounds in collected]}, ["t"], [], settings=settings, versions={})
+    tasks = {"t": [[rounds] for rounds in collected]}
+    return calibrate(tasks, ["t"], [], settings=settings, versions={}, method=method)
 
 
 def test_errors_are_told_of_every_task_and_of_all_with_and_without_offsets() -> None:
@@ -282,11 +314,12 @@ def test_errors_are_told_of_every_task_and_of_all_with_and_without_offsets() -> 
     settings = TaskSettings(params=SamplingParams(temperature=1.0))
     result = calibrate(collected, list(collected), [], settings=settings, versions={})
     found = {(error.task, error.scaling): error for error in result.calibration.errors}
-    assert list(dict.fromkeys(task for task, _ in found)) == ["easy", "hard", ""] and len(found) == 9
-    assert result.calibration.temperatures_alone == fit_sts(result.fit, offsets=False).temperatures
+    assert list(dict.fromkeys(task for task, _ in found)) == ["easy", "hard", ""] and len(found) == 12
+    assert result.calibration.temperatures_alone == fit_scaling(result.fit, offsets=False).temperatures
     held = {Path(task).stem: Rounds.joined([r for turns in c[1::2] for r in turns]) for task, c in collected.items()}
     for kind, scaling in (
         ("none", Scaling.identity(2)),
+        ("sts", fit_sts(result.fit)),
         ("temperatures", result.alone),
         ("temperatures and offsets", None),
     ):
@@ -347,7 +380,7 @@ def test_a_temperature_at_its_bound_reverses_the_order_of_survivals() -> None:
     reversed_auc = roc_auc(*at_position(rounds, sharp, 2))
     assert raw is not None and reversed_auc is not None and raw > 0.65 and reversed_auc < 0.4
     assert refusal([rounds], sharp) is not None
-    fitted = roc_auc(*at_position(rounds, fit_sts(rounds), 2))
+    fitted = roc_auc(*at_position(rounds, fit_scaling(rounds), 2))
     assert fitted is not None and fitted > raw - 0.02
 
 

@@ -31,6 +31,7 @@ from outrider.drafters.dflash import DFlash, DFlashConfig
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSparkConfig
 from outrider.drafters.heads import VanillaMarkov
+from outrider.drafters.rope import frequencies
 
 
 def parameters_of(module: Any, ids_Vd: mx.array | None = None) -> dict[str, Any]:
@@ -123,7 +124,9 @@ class _Attention(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         H, E = config.hidden_size, config.head_dim
-        self.head_dim, self.theta = E, config.rope_theta
+        self.head_dim = E
+        inverse_F, self.rope_factor = frequencies(config)
+        self._periods_F = to_mlx(1 / inverse_F)  # the underscore: no parameter
         self.q_proj = nn.Linear(H, config.num_attention_heads * E, bias=False)
         self.k_proj = nn.Linear(H, config.num_key_value_heads * E, bias=False)
         self.v_proj = nn.Linear(H, config.num_key_value_heads * E, bias=False)
@@ -136,7 +139,10 @@ class _Attention(nn.Module):
         return x.reshape(1, x.shape[1], -1, self.head_dim).transpose(0, 2, 1, 3)
 
     def _rotated(self, x: mx.array, start: int) -> mx.array:
-        return mx.fast.rope(x, self.head_dim, traditional=False, base=self.theta, scale=1.0, offset=start)
+        turned = mx.fast.rope(
+            x, self.head_dim, traditional=False, base=None, scale=1.0, offset=start, freqs=self._periods_F
+        )
+        return turned if self.rope_factor == 1 else turned * self.rope_factor
 
     def append(self, x_1TH: mx.array, cache: KVCache) -> tuple[mx.array, mx.array]:
         """Rows go behind what the cache has; returns all keys and values, [1, G, S, E] each."""

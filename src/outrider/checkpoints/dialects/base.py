@@ -28,7 +28,12 @@ class Fields:
     """A mapping read field by field; `where` (the file) and `dialect` are for error messages."""
 
     def __init__(self, raw: Mapping[str, Any], where: str, dialect: str, path: str = "") -> None:
-        self._raw, self.where, self.dialect, self._path = raw, where, dialect, path
+        self._raw, self.where, self.dialect, self.path = raw, where, dialect, path
+
+    @property
+    def everything(self) -> Mapping[str, Any]:
+        """The mapping, unchecked."""
+        return self._raw
 
     def __contains__(self, name: str) -> bool:
         return self._raw.get(name) is not None
@@ -36,11 +41,11 @@ class Fields:
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
         """Return the same mapping with values for absent fields."""
         given = {name: value for name, value in self._raw.items() if value is not None}
-        return Fields({**defaults, **given}, self.where, self.dialect, path=self._path)
+        return Fields({**defaults, **given}, self.where, self.dialect, path=self.path)
 
     def replaced(self, values: Mapping[str, Any]) -> Fields:
         """Return the same mapping with these fields overwritten."""
-        return Fields({**self._raw, **values}, self.where, self.dialect, path=self._path)
+        return Fields({**self._raw, **values}, self.where, self.dialect, path=self.path)
 
     def raw(self, name: str) -> Any:
         """Return the unchecked value; None if it is absent."""
@@ -51,12 +56,12 @@ class Fields:
         if value is not None:
             return value
         if default is _REQUIRED:
-            raise ValueError(f"{self.where}: the {self.dialect} dialect needs the field {self._path + name!r}.")
+            raise ValueError(f"{self.where}: the {self.dialect} dialect needs the field {self.path + name!r}.")
         return default
 
     def refuse(self, name: str, wanted: str) -> ValueError:
         """Make the error for a field whose value is not `wanted`."""
-        return ValueError(f"{self.where}: {self._path}{name} is {self._raw.get(name)!r}; it must be {wanted}.")
+        return ValueError(f"{self.where}: {self.path}{name} is {self._raw.get(name)!r}; it must be {wanted}.")
 
     def integer(self, name: str, low: int = 1, high: int = WIDEST, default: Any = _REQUIRED) -> int:
         value = self._value(name, default)
@@ -105,7 +110,7 @@ class Fields:
         value = self._value(name, default)
         if not isinstance(value, Mapping):
             raise self.refuse(name, "a mapping of fields")
-        return Fields(value, self.where, self.dialect, path=f"{self._path}{name}.")
+        return Fields(value, self.where, self.dialect, path=f"{self.path}{name}.")
 
 
 # ----------------------------------------------------------------------------

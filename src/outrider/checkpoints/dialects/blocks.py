@@ -28,6 +28,7 @@ from outrider.checkpoints.dialects.base import (
 )
 from outrider.drafters.base import DrafterWeights, DraftModule
 from outrider.drafters.dflash import FULL, SLIDING, DFlashConfig
+from outrider.drafters.rope import RopeScaling
 
 
 def layer_fields(config: Any) -> dict[str, Any]:
@@ -39,10 +40,18 @@ def layer_fields(config: Any) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        **_write_rope(config),
         "hidden_act": "silu",
     }
+
+
+def _write_rope(config: Any) -> dict[str, Any]:
+    """The base and the scaling, where transformers 5 reads it (rope_parameters) and before (rope_scaling)."""
+    theta = config.rope_theta
+    if config.rope_scaling is None:
+        return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    scaling = config.rope_scaling.fields()
+    return {"rope_theta": theta, "rope_parameters": {**scaling, "rope_theta": theta}, "rope_scaling": scaling}
 
 
 def write_backbone(config: DFlashConfig) -> dict[str, Any]:
@@ -96,7 +105,7 @@ def read_shapes(fields: Fields, biases: bool = False, llama_defaults: bool = Fal
         llama_defaults: whether absent fields take transformers' defaults for Llama, for hand-written configs.
 
     Raises:
-        ValueError: the layers have scaled RoPE, unsupported biases or an unsupported activation.
+        ValueError: the layers have unsupported rotations, biases or an unsupported activation.
     """
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.refuse("hidden_act", "silu")
@@ -107,6 +116,8 @@ def read_shapes(fields: Fields, biases: bool = False, llama_defaults: bool = Fal
     heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     defaults: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048} if llama_defaults else {}
     fields = fields.with_defaults(defaults)
+    longest = fields.integer("max_position_embeddings", high=LONGEST_CONTEXT)
+    theta = _rope_theta(fields, {"rope_theta": 10000.0} if llama_defaults else {})
     return {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),
@@ -114,19 +125,44 @@ def read_shapes(fields: Fields, biases: bool = False, llama_defaults: bool = Fal
         "num_key_value_heads": fields.integer("num_key_value_heads", default=heads),
         "head_dim": fields.integer("head_dim", default=max(1, hidden // heads)),
         "vocab_size": fields.integer("vocab_size", high=LARGEST_VOCABULARY),
-        "max_position_embeddings": fields.integer("max_position_embeddings", high=LONGEST_CONTEXT),
+        "max_position_embeddings": longest,
         "rms_norm_eps": fields.number("rms_norm_eps"),
-        "rope_theta": _rope_theta(fields, {"rope_theta": 10000.0} if llama_defaults else {}),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(fields, theta, longest),
     }
 
 
+def _rope_scaling(fields: Fields, theta: float, longest: int) -> RopeScaling | None:
+    """Read the scaling; two sections that have one must agree."""
+    if fields.raw("partial_rotary_factor") not in (None, 1):
+        raise fields.refuse("partial_rotary_factor", "1: draft layers rotate whole heads here")
+    named = [name for name in ("rope_parameters", "rope_scaling") if name in fields]
+    found = [read_scaling(fields.section(name), longest) for name in named]
+    if len(set(found)) > 1:
+        one, other = ({} if scaling is None else scaling.fields() for scaling in found)
+        apart = sorted(name for name in one | other if one.get(name) != other.get(name))
+        raise fields.refuse("rope_scaling", f"the scaling of rope_parameters: they differ in {', '.join(apart)}")
+    scaling = found[0] if found else None
+    if scaling is not None and scaling.rope_type == "yarn" and theta <= 1:
+        raise ValueError(f"{fields.where}: rope_theta is {theta:g}; it must be above 1: yarn divides by its logarithm.")
+    return scaling
+
+
+def read_scaling(rope: Fields, longest: int | None = None) -> RopeScaling | None:
+    """Read the scaling of one section; `longest` as in `RopeScaling.of`.
+
+    Raises:
+        ValueError: naming the field that draft layers do not have, or that is wrong.
+    """
+    try:
+        return RopeScaling.of(rope.everything, longest)
+    except ValueError as error:
+        raise ValueError(f"{rope.where}: {rope.path}{error}") from error
+
+
 def _rope_theta(fields: Fields, default: dict[str, Any]) -> float:
-    """Read the base of unscaled RoPE; transformers keeps it at the top level or, since version 5, in a section."""
+    """Read the base of rotary positions; transformers keeps it at the top level or, since version 5, in a section."""
     sections = [(name, fields.section(name)) for name in ("rope_parameters", "rope_scaling") if name in fields]
-    for _, rope in sections:
-        kind = "rope_type" if "rope_type" in rope else "type"
-        if rope.text(kind, "default") != "default":
-            raise rope.refuse(kind, "'default': drafters here have unscaled rotary positions")
     for name, rope in sections:
         if "rope_theta" in rope:
             theta = rope.number("rope_theta")

@@ -158,13 +158,14 @@ def read_eagle3(
     }
     if len(renamed) != len(tensors):
         raise ValueError(f"{source.where}: the tensors have the layer twice, as midlayer.* and as layers.0.*.")
+    flags: dict[str, Any] = {name: fields.flag(name, False) for name in FLAGS}
     config = Eagle3Config(
         **shapes,
         draft_vocab_size=fields.integer("draft_vocab_size", high=LARGEST_VOCABULARY, default=shapes["vocab_size"]),
         target_layer_ids=aux_layers,
         num_target_layers=depth,
         gamma=gamma,
-        **{name: fields.flag(name, False) for name in FLAGS},
+        **flags,
         qk_norm=_OURS + "self_attn.q_norm.weight" in renamed,
     )
     return read_vocabulary(config, renamed, source, kind=Eagle3)

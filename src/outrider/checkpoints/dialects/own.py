@@ -24,9 +24,10 @@ from outrider.checkpoints.dialects.base import (
     Source,
     TargetFacts,
 )
-from outrider.checkpoints.dialects.blocks import read_vocabulary, write_vocabulary
+from outrider.checkpoints.dialects.blocks import read_scaling, read_vocabulary, write_vocabulary
 from outrider.drafters.base import DrafterWeights, DraftModule
 from outrider.drafters.config import DrafterConfig
+from outrider.drafters.rope import RopeScaling
 
 _TYPE = "outrider_drafter"
 _BESIDE = {"architectures", "algorithm", "model_type", "dtype"}  # allowed besides the config's fields
@@ -78,6 +79,8 @@ def _value(fields: Fields, name: str, kind: Any) -> Any:
         if name not in fields:
             return None
         (kind,) = (option for option in typing.get_args(kind) if option is not types.NoneType)
+    if kind is RopeScaling:
+        return read_scaling(fields.section(name))
     if kind is bool:
         return fields.flag(name)
     if kind is int:

@@ -102,6 +102,7 @@ def run_calibration(
         [labels[task] for task in fitted],
         settings=settings,
         versions=versions(),
+        method=config.fit,
     )
     outcome = _store(result, checkpoint, directory, sampled=settings.params.temperature > 0)
     return _written(config, result, outcome)
@@ -112,7 +113,7 @@ def _check_calibratable(checkpoint: Checkpoint, directory: Path, about_confidenc
     measured = checkpoint.weights.module.drafter().calibrates()
     if measured == "candidates" and about_confidences:
         raise ValueError(
-            f"{directory} has heads without confidences: --fit-tasks, --plot, --rounds, --sweep and "
+            f"{directory} has heads without confidences: --fit, --fit-tasks, --plot, --rounds, --sweep and "
             "--export-sglang have nothing to fit or show. Leave them out."
         )
     if measured is None:
@@ -177,7 +178,8 @@ def _written(config: CalibrateConfig, result: CalibrationResult, outcome: str) -
         figures.write_text(json.dumps([point.model_dump() for point in points], indent=2) + "\n")
         paths += [config.sweep, figures]
     if config.export_sglang is not None:
-        notes.append("SGLang has no offsets: temperatures were fitted alone for its file")
+        if config.fit != "sts":
+            notes.append("SGLang has no offsets: temperatures were fitted alone for its file")
         if (refused := refusal(result.held_out, result.alone)) is None:
             paths.append(_export(result, result.alone, config.export_sglang))
         else:

@@ -3,8 +3,9 @@
     a_k = prod_{i <= k} sigmoid(logit(c_i) / T_i + b_i)   should be   P(positions 1..k are accepted)
     ECE = sum_b n_b / N |mean(a_k) - mean(outcome)| in bin b,   20 equal bins over [0, 1]
 
-The survival a_k is calibrated rather than each c_k alone, because schedulers decide by survival (Sequential Temperature
-Scaling, DSpark, arXiv 2607.05147). `calibrate` fits on one part of the conversations and measures on the other;
+The survival a_k is calibrated rather than each c_k alone, because schedulers decide by survival. `fit_scaling` does so
+by penalised likelihood, `fit_sts` as DSpark's Sequential Temperature Scaling does (arXiv 2607.05147): temperatures
+alone, by grid search on the ECE. `calibrate` fits on one part of the conversations and measures on the other;
 `refusal` says why a fit is not worth storing; `sweep` gives tokens per step by confidence threshold. Rounds come from
 evaluation/calibration/collect.py.
 Shapes: N rounds, K block positions (gamma), M bins.
@@ -12,7 +13,7 @@ Shapes: N rounds, K block positions (gamma), M bins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -152,10 +153,10 @@ def roc_auc(predicted_N: Floats, outcome_N: Floats) -> float | None:
 # u_k, b_k = argmin  - sum_n log P(outcome_n | a_k) + u^2 / (2 s_u^2) + b^2 / (2 s_b^2),   T_k = exp(u_k)
 #                    left to right, earlier positions fixed;   s_u = 1/2,  s_b = 1
 #
-# Sequential Temperature Scaling (DSpark, arXiv 2607.05147) with two changes. The paper minimises the ECE over a grid of
-# temperatures; here it is the log loss with a normal prior, because the ECE of a few hundred rounds is mostly noise and
-# its minimum then lies anywhere, the ends of the grid included. A very small T_k lets c_k outweigh the positions before
-# it, so that a_k even ranks rounds in reverse. And a temperature maps c = 1/2 to itself, so a head that is too
+# Sequential Temperature Scaling (below) with two changes. It minimises the log loss with a normal prior in place of the
+# ECE, because the ECE of a few hundred rounds is mostly noise and its minimum then lies anywhere, the ends of the grid
+# included. A very small T_k lets c_k outweigh the positions before it, so that a_k even ranks rounds in reverse. And a
+# temperature maps c = 1/2 to itself, so a head that is too
 # confident everywhere keeps a bias; the offset removes it. The prior weighs as much as the rounds where their Fisher
 # information is 4 for u and 1 for b: of rare acceptances about as many, so it decides only where there is little data.
 # Both depend on the position only, so a calibrated c_k is known before x_k is drawn. Shapes: P = 2 parameters.
@@ -168,7 +169,7 @@ _STEPS, _CLOSE = 50, 1e-9
 _HALVINGS = 20
 
 
-def fit_sts(rounds: Rounds, offsets: bool = True) -> Scaling:
+def fit_scaling(rounds: Rounds, offsets: bool = True) -> Scaling:
     """Fit a temperature and an offset per position; with few rounds they stay near 1 and 0.
 
     Args:
@@ -176,6 +177,20 @@ def fit_sts(rounds: Rounds, offsets: bool = True) -> Scaling:
 
     Raises:
         ValueError: no round verified a position.
+    """
+
+    def likeliest(before_N: Floats, logits_N: Floats, outcome_N: Floats) -> tuple[float, float]:
+        u, offset = _fit_position(before_N, logits_N, outcome_N, free=2 if offsets else 1)
+        return float(np.exp(u)), float(offset)
+
+    return _left_to_right(rounds, likeliest)
+
+
+def _left_to_right(rounds: Rounds, fit_one: Callable[[Floats, Floats, Floats], tuple[float, float]]) -> Scaling:
+    """The temperature and offset that `fit_one` finds for each position, earlier positions fixed.
+
+    Args:
+        fit_one: (survival of the positions before, logits of c_k, outcome of each round) -> (T_k, b_k).
     """
     scaling = Scaling([], [])
     for k in range(1, rounds.confidences_NK.shape[1] + 1):
@@ -185,8 +200,8 @@ def fit_sts(rounds: Rounds, offsets: bool = True) -> Scaling:
         before_N = survival(rounds, scaling, k - 1)[judged_N, -1] if k > 1 else np.ones(int(judged_N.sum()))
         logits_N = logit(rounds.confidences_NK[judged_N, k - 1])
         outcome_N = (rounds.accepted_N[judged_N] >= k).astype(np.float64)
-        u, offset = _fit_position(before_N, logits_N, outcome_N, free=2 if offsets else 1)
-        scaling = Scaling([*scaling.temperatures, float(np.exp(u))], [*scaling.offsets, float(offset)])
+        temperature, offset = fit_one(before_N, logits_N, outcome_N)
+        scaling = Scaling([*scaling.temperatures, temperature], [*scaling.offsets, offset])
     return scaling
 
 
@@ -225,6 +240,32 @@ def _fit_position(before_N: Floats, logits_N: Floats, outcome_N: Floats, *, free
         if change < _CLOSE:
             break
     return point_P
+
+
+# ----------------------------------------------------------------------------
+# T_k = argmin over a grid of  ECE(a_k),   left to right, earlier positions fixed;   b_k = 0
+#
+# Sequential Temperature Scaling (DSpark, arXiv 2607.05147, 3.2.1). The paper does not give its grid: here it is
+# geometric, with 1 in the middle and the bound of the other fit at its ends.
+# ----------------------------------------------------------------------------
+
+
+_GRID = np.exp(np.linspace(-_BOUND_P[0], _BOUND_P[0], 201))
+_GRID_FROM_ONE = _GRID[np.argsort(np.abs(np.log(_GRID)), kind="stable")]
+
+
+def fit_sts(rounds: Rounds) -> Scaling:
+    """The temperature of least ECE per position; of several the one nearest to 1.
+
+    Raises:
+        ValueError: no round verified a position.
+    """
+
+    def least_error(before_N: Floats, logits_N: Floats, outcome_N: Floats) -> tuple[float, float]:
+        errors = [ece(before_N * sigmoid(logits_N / t), outcome_N) for t in _GRID_FROM_ONE]
+        return float(_GRID_FROM_ONE[int(np.argmin(errors))]), 0.0
+
+    return _left_to_right(rounds, least_error)
 
 
 # ----------------------------------------------------------------------------
@@ -361,10 +402,13 @@ class ScalingError(BaseModel):
     """
 
     task: str
-    scaling: Literal["none", "temperatures", "temperatures and offsets"]
+    scaling: Literal["none", "sts", "temperatures", "temperatures and offsets"]
     rounds: int
     ece: list[float | None]
     ece_noise: list[float | None]  # as in Quality
+
+
+FitMethod = Literal["likelihood", "sts"]
 
 
 class Calibration(BaseModel):
@@ -379,8 +423,9 @@ class Calibration(BaseModel):
     measured_rounds: int
     before: Quality
     after: Quality
-    temperatures_alone: list[float] = []  # fitted without offsets; []: not recorded, by earlier versions
-    errors: list[ScalingError] = []  # without scaling, with these temperatures, and with temperatures and offsets
+    fit: FitMethod = "likelihood"  # what `temperatures` and `offsets` are from: `fit_scaling` or `fit_sts`
+    temperatures_alone: list[float] = []  # `fit_scaling` without offsets; []: not recorded, by earlier versions
+    errors: list[ScalingError] = []  # without scaling, with `fit_sts`, and with `fit_scaling` without and with offsets
     sampling: dict[str, Any]
     max_new_tokens: int
     versions: dict[str, str]
@@ -399,7 +444,7 @@ class CalibrationResult:
     fit: Rounds  # as decoding takes them
     held_out: list[Rounds]  # of each conversation, as decoding takes them
     measured: TaskRounds  # all
-    alone: Scaling  # temperatures fitted without offsets, as Sequential Temperature Scaling has them
+    alone: Scaling  # temperatures fitted without offsets, by the same method
     refused: str | None  # see `refusal`; None: the scaling is worth storing
 
     @property
@@ -425,8 +470,9 @@ def calibrate(
     fit_tasks: Sequence[str],
     settings: TaskSettings,
     versions: dict[str, str],
+    method: FitMethod = "likelihood",
 ) -> CalibrationResult:
-    """Fit temperatures and offsets, and measure the confidences before and after on other conversations.
+    """Fit a scaling of the confidences, and measure them before and after on other conversations.
 
     Where they are refused, an estimator is kept with temperatures of 1 and offsets of 0.
 
@@ -434,6 +480,7 @@ def calibrate(
         tasks: tasks of `collected` to measure on.
         fit_tasks: tasks of `collected` to fit on; if empty, every other conversation of each of `tasks` is fitted on.
         settings: what the rounds were decoded with.
+        method: whose scaling is kept: that of `fit_scaling` or of `fit_sts`. The errors of both are told.
 
     Raises:
         ValueError: too few rounds.
@@ -451,10 +498,14 @@ def calibrate(
     fit_rounds = Rounds.joined(_enough(_decoded(fit, replay), "to fit on"))
     by_task = {task: _decoded(conversations, replay) for task, conversations in measured.items()}
     held_out = _enough([rounds for found in by_task.values() for rounds in found], "to measure on")
-    joined, scaling, alone = Rounds.joined(held_out), fit_sts(fit_rounds), fit_sts(fit_rounds, offsets=False)
+    joined, sts = Rounds.joined(held_out), fit_sts(fit_rounds)
+    likeliest, temperatures = fit_scaling(fit_rounds), fit_scaling(fit_rounds, offsets=False)
+    scaling, alone = (sts, sts) if method == "sts" else (likeliest, temperatures)
     tasks_rounds = {task: Rounds.joined(found) for task, found in by_task.items() if found}
-    errors = _scaling_errors(tasks_rounds | {"": joined}, alone, scaling)
-    refused, none = refusal(held_out, scaling), Scaling.identity(len(scaling.temperatures))
+    none = Scaling.identity(len(scaling.temperatures))
+    kinds = {"none": none, "sts": sts, "temperatures": temperatures, "temperatures and offsets": likeliest}
+    errors = _scaling_errors(tasks_rounds | {"": joined}, kinds)
+    refused = refusal(held_out, scaling)
     if refused is not None and estimator is not None:
         scaling = none
     calibration = Calibration(
@@ -466,7 +517,8 @@ def calibrate(
         measured_rounds=len(joined.accepted_N),
         before=quality(joined, none),
         after=quality(joined, scaling),
-        temperatures_alone=alone.temperatures,
+        fit=method,
+        temperatures_alone=temperatures.temperatures,
         errors=errors,
         sampling=asdict(settings.params),
         max_new_tokens=settings.max_new_tokens,
@@ -494,14 +546,11 @@ def _bins(count_M: Ints, predicted_M: Floats, happened_M: Floats) -> Bins:
     return Bins(rounds=count_M[full].tolist(), predicted=means_M.tolist(), accepted=shares_M.tolist())
 
 
-def _scaling_errors(tasks: Mapping[str, Rounds], alone: Scaling, scaling: Scaling) -> list[ScalingError]:
-    """The errors of each task's rounds without scaling, with temperatures `alone`, and with `scaling`."""
-    width = len(scaling.temperatures)
-    kinds: dict[Any, Scaling] = {"none": Scaling.identity(width), "temperatures": alone}
-    kinds["temperatures and offsets"] = scaling
+def _scaling_errors(tasks: Mapping[str, Rounds], kinds: Mapping[Any, Scaling]) -> list[ScalingError]:
+    """The errors of each task's rounds under each of these scalings."""
     errors = []
     for (task, rounds), (kind, tried) in product(tasks.items(), kinds.items()):
-        pairs = [at_position(rounds, tried, k) for k in range(1, width + 1)]
+        pairs = [at_position(rounds, tried, k) for k in range(1, len(tried.temperatures) + 1)]
         eces = [ece(*pair) if len(pair[0]) else None for pair in pairs]
         noise = [ece_noise(pair[0]) if len(pair[0]) else None for pair in pairs]
         count = len(rounds.accepted_N)

@@ -46,7 +46,7 @@ from outrider.evaluation.loadtest.metrics import Frontier, Journal, PointSummary
 from outrider.evaluation.loadtest.sweep import Sweep, Workload, run_workload
 from outrider.target.hub import model_config, resolve_model
 from outrider.target.linear import warm_up
-from outrider.target.model import Target, load_target
+from outrider.target.model import Target, load_target, read_architectures
 from outrider.training.parallel import ALONE, Ranks
 from outrider.utils.files import check_outputs
 from outrider.utils.measure import default_dtype, dtype_name, machine, versions
@@ -273,6 +273,7 @@ class _Opening:
         plan = Launch(
             target=config.engine_target or (target if engine.gguf else str(resolve_model(target))),
             dtype=config.engine_dtype or dtype_name(default_dtype(config.machine.device)),
+            architectures=() if engine.gguf else read_architectures(target),
             prompt_cache=False,
             python=config.engine.engine_python or sys.executable,
             executable=config.engine.engine_command,
