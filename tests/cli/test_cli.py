@@ -670,8 +670,12 @@ def test_names_and_defaults_that_help_writes_out_are_the_ones_in_use() -> None:
     assert set(named.split(", ")) <= set(tree_methods())
     assert list(BACKENDS) == ["local", "transformers", *(engine.name for engine in servers()), "mlx"]
     assert cfg.EXPORTERS.split(", ") == [engine.name for engine in exporters()]
-    for verb in ("bench", "simulate", "serve"):
+    for verb in ("bench", "simulate"):
         assert {param.name: param.default for param in parser(verb).params}["token_budget"] == EngineConfig.token_budget
+    shown = {param.name: param.show_default for param in parser("serve").params}
+    usual = EngineConfig()
+    assert shown["max_requests"] == str(usual.max_requests) and shown["token_budget"] == str(usual.token_budget)
+    assert shown["kv_tokens"] == str(usual.num_blocks * usual.block_size)
 
 
 def test_the_version_is_the_package_s(run: Run) -> None:

@@ -30,6 +30,8 @@ from outrider.drafters.dspark import DSpark
 from outrider.evaluation.loadtest.config import Traffic
 from outrider.evaluation.loadtest.traces import record
 from outrider.sampling import SamplingParams
+from outrider.serving.config import ServeConfig
+from outrider.serving.start import engine_config
 from outrider.target.graphs import StepGraphs
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
@@ -299,7 +301,17 @@ def test_sizes_on_a_gpu(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
     per_block = 2 * 16 * sum(keys_KSE.shape[0] * keys_KSE.shape[2] * 4 for keys_KSE, _ in PagedKV(there, 1, 16).layers)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (4 * 10 * per_block + 3, 2**37))
     assert default_config(there).num_blocks == 10
+    assert default_config(there, max_requests=5000).token_budget == 5000
     assert default_config(toy_target("qwen3")) == EngineConfig()
+
+
+def test_a_server_takes_the_engine_s_sizes_but_for_those_that_are_given(device: SimulatedDevice) -> None:
+    target = toy_target("qwen3")
+    there = Target(target.model.to("cuda"), None, target.name)
+    assert engine_config(there, ServeConfig(max_requests=3)) == default_config(there, 3)
+    given = engine_config(there, ServeConfig(kv_tokens=100, token_budget=64))
+    assert (given.max_requests, given.token_budget, given.num_blocks) == (32, 64, 6)
+    assert engine_config(toy_target("qwen3"), ServeConfig()) == EngineConfig()
 
 
 def test_weights_are_on_the_device_once(device: SimulatedDevice) -> None:

@@ -38,15 +38,16 @@ _WARM_UP_TOKENS = 16  # of the prompt, and of the response
 _GPU_TOKEN_BUDGET = 4096  # rows of a step that keep a GPU busy
 
 
-def default_config(target: DecodingTarget) -> EngineConfig:
-    """`EngineConfig()` on a CPU. On a GPU steps are larger, and the KV pool holds `max_requests` full contexts, or what
-    a quarter of the free memory holds if that is less."""
-    usual = EngineConfig()
+def default_config(target: DecodingTarget, max_requests: int = EngineConfig.max_requests) -> EngineConfig:
+    """`EngineConfig()` for so many requests on a CPU. On a GPU steps are larger, and the KV pool holds `max_requests`
+    full contexts, or what a quarter of the free memory holds if that is less."""
+    usual = EngineConfig(max_requests, max(EngineConfig.token_budget, max_requests))
     if target.device.type != "cuda":
         return usual
     fitting = torch.cuda.mem_get_info(target.device)[0] // 4 // max(1, target.new_kv(1, usual.block_size).block_bytes)
     wanted = usual.max_requests * -(-target.max_context // usual.block_size)
-    return replace(usual, token_budget=_GPU_TOKEN_BUDGET, num_blocks=max(1, min(fitting, wanted)))
+    budget = max(_GPU_TOKEN_BUDGET, max_requests)
+    return replace(usual, token_budget=budget, num_blocks=max(1, min(fitting, wanted)))
 
 
 def config_for(requests: Sequence[Request], slots: int) -> EngineConfig:
