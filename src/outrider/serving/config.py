@@ -53,6 +53,7 @@ class ServeConfig(Config):
     token_budget: Annotated[
         int | None, rare(LOAD, "most rows of one forward; 4096 on a GPU", min=1, show_default="512")
     ] = None
+    prefix_cache: Annotated[bool, option(LOAD, "keep what was read, for prompts that begin alike")] = True
     profile: Annotated[
         Path | None, option(DRAFTS, "from outrider profile: draft and verify what pays", beside="path")
     ] = None

@@ -25,7 +25,7 @@ from outrider.serving.config import LOOPBACK, ServeConfig
 from outrider.serving.connection import http_server
 from outrider.serving.metrics import ServerMetrics
 from outrider.serving.worker import Worker
-from outrider.target.model import DecodingTarget, Target
+from outrider.target.model import Target
 
 Say = Callable[[str], None]
 _Result = TypeVar("_Result")
@@ -55,7 +55,7 @@ def run_server(config: ServeConfig, say: Say) -> bool:
         )
         return model, build_server(  # it may run forwards, to measure what a step costs
             model,
-            engine_config(model.target, config),
+            engine_config(model, config, say),
             config.profile,
             max_waiting=config.max_waiting,
             max_new_tokens=config.max_new_tokens,
@@ -74,11 +74,24 @@ def run_server(config: ServeConfig, say: Say) -> bool:
     return running.started
 
 
-def engine_config(target: DecodingTarget, config: ServeConfig) -> EngineConfig:
-    """The engine's own sizes for a loaded target, but for those that are given."""
-    usual = default_config(target, config.max_requests or EngineConfig.max_requests)
+def engine_config(model: Model, config: ServeConfig, say: Say) -> EngineConfig:
+    """The engine's own sizes for a loaded model, but for those that are given; it says why it has no prefix cache."""
+    prefix_cache, most = config.prefix_cache, config.max_requests or EngineConfig.max_requests
+    if prefix_cache:
+        try:
+            model.target.check_prefixes()
+        except ValueError as error:
+            say(f"prompts are read whole: {error}")
+            prefix_cache = False
+    drafter = model.drafter if prefix_cache else None
+    usual = default_config(model.target, most, 0 if drafter is None else len(drafter.drafter.aux_layers))
     blocks = None if config.kv_tokens is None else config.kv_tokens // usual.block_size
-    return replace(usual, token_budget=config.token_budget or usual.token_budget, num_blocks=blocks or usual.num_blocks)
+    return replace(
+        usual,
+        token_budget=config.token_budget or usual.token_budget,
+        num_blocks=blocks or usual.num_blocks,
+        prefix_cache=prefix_cache,
+    )
 
 
 def build_server(

@@ -25,7 +25,7 @@ from outrider.target.hf import FamilyDecoder, text_decoder
 from outrider.target.hub import load_tokenizer, model_config, resolve_model
 from outrider.target.linear import Float32Rows, PackedLinear
 from outrider.target.loading import generation_config, load_model, outline_model
-from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span, check_batches, logit_rows
+from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span, batches, check_batches, logit_rows
 from outrider.utils.measure import on_device, usable_device
 
 
@@ -43,6 +43,14 @@ class KVPool(Protocol):
 
     def keep_paths(self, kept: Sequence[tuple[list[int], int, Sequence[int]]]) -> None:
         """Keep only the accepted paths of the last forward; see `PagedKV.keep_paths`."""
+        ...
+
+    def keep_aux(self, kept: Sequence[tuple[list[int], int, int]], aux_TLD: Tensor) -> None:
+        """Store aux hidden states beside the keys, if prefixes are shared; see `PagedKV.keep_aux`."""
+        ...
+
+    def aux(self, blocks: list[int], end: int) -> Tensor:
+        """The stored aux hidden states of a request's first `end` tokens, [end, L, D]."""
         ...
 
 
@@ -97,8 +105,12 @@ class DecodingTarget(Protocol):
         """Raise ValueError if the target cannot decode several requests together."""
         ...
 
-    def new_kv(self, num_blocks: int, block_size: int) -> Any:
-        """Make a `KVPool` of `num_blocks` blocks of `block_size` tokens."""
+    def check_prefixes(self) -> None:
+        """Raise ValueError if KV blocks do not hold all that later tokens read of a prefix."""
+        ...
+
+    def new_kv(self, num_blocks: int, block_size: int, aux_layers: int = 0) -> Any:
+        """Make a `KVPool` of `num_blocks` blocks of `block_size` tokens, with so many aux hidden states of each."""
         ...
 
     def new_states(self) -> Any:
@@ -276,9 +288,19 @@ class Target:
         """
         check_batches(self.config)
 
-    def new_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        """Make a pool of keys and values for the requests of ragged forwards."""
-        return PagedKV(self, num_blocks, block_size)
+    def check_prefixes(self) -> None:
+        """Refuse to share the KV blocks of a prefix that are not all of its state.
+
+        Raises:
+            ValueError: layers carry a state, or keys depend on the length of the text.
+        """
+        if self._recurrent or not batches(self.config):
+            why = "layers carry a state from token to token" if self._recurrent else "keys depend on a text's length"
+            raise ValueError(f"model_type {self.config.model_type!r} cannot share cached prefixes: {why}.")
+
+    def new_kv(self, num_blocks: int, block_size: int, aux_layers: int = 0) -> PagedKV:
+        """Make a pool of keys and values for the requests of ragged forwards, with so many aux hidden states a slot."""
+        return PagedKV(self, num_blocks, block_size, aux_layers)
 
     def new_states(self) -> KVCache | None:
         """Make the recurrent states of a request of ragged forwards; None if no layer keeps a state."""

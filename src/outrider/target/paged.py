@@ -81,12 +81,14 @@ class PagedKV:
         layers: (keys [K, S, E], values [K, S, E]) of every layer, views of `pools`.
         latent: whether keys and values are latents, [1, S, kv_lora_rank] and [1, S, qk_rope_head_dim].
         spare_slot: slot after those of all blocks, into which padding rows write; on a GPU only.
+        aux_SLD: aux hidden states of the token in each slot, where a drafter may read those of a cached prefix
+            (decoding/prefix_cache.py); else L is 0.
 
     Raises:
         ValueError: a layer type is not supported.
     """
 
-    def __init__(self, target: Target, num_blocks: int, block_size: int) -> None:
+    def __init__(self, target: Target, num_blocks: int, block_size: int, aux_layers: int = 0) -> None:
         config = target.config
         _check_layers(config)
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -103,6 +105,7 @@ class PagedKV:
             keys, values = (target.embed_VD.new_empty(L, K, slots, E) for E in dims)
             self.pools.append((keys, values))
         self.layers = [layer for keys, values in self.pools for layer in zip(keys, values, strict=True)]
+        self.aux_SLD = target.embed_VD.new_empty(self.spare_slot, aux_layers, target.hidden_size)
         if padded:
             self.claim()
 
@@ -117,11 +120,12 @@ class PagedKV:
     @property
     def block_bytes(self) -> int:
         """Memory of one block."""
-        return sum(pool.nbytes // pool.shape[2] * self.block_size for pool in chain.from_iterable(self.pools))
+        kept = sum(pool.nbytes // pool.shape[2] * self.block_size for pool in chain.from_iterable(self.pools))
+        return kept + self.aux_SLD.nbytes // self.num_blocks
 
     def claim(self) -> None:
         """Write every slot once to commit the memory to this process, before anything is stored in it."""
-        for pool in chain.from_iterable(self.pools):
+        for pool in (*chain.from_iterable(self.pools), self.aux_SLD):
             pool.zero_()
 
     def slots(self, blocks: list[int], start: int, end: int) -> Tensor:
@@ -148,6 +152,19 @@ class PagedKV:
             from_S, to_S = (on_device(torch.cat(slots), self.device) for slots in (sources, places))
             for pool in chain.from_iterable(self.pools):
                 pool.index_copy_(2, to_S, pool.index_select(2, from_S))
+
+    def keep_aux(self, kept: Sequence[tuple[list[int], int, int]], aux_TLD: Tensor) -> None:
+        """Store the aux hidden states [T, L, D] of tokens that stay.
+
+        Args:
+            kept: (blocks of a request, its cached tokens, how many of the last of them are in `aux_TLD`) each.
+        """
+        slots_T = torch.cat([self.slots(blocks, end - count, end) for blocks, end, count in kept])
+        self.aux_SLD.index_copy_(0, on_device(slots_T, self.device), aux_TLD)
+
+    def aux(self, blocks: list[int], end: int) -> Tensor:
+        """Return the aux hidden states of a request's first `end` tokens, [end, L, D]."""
+        return self.aux_SLD[on_device(self.slots(blocks, 0, end), self.device)]
 
     def views(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Return views of keys and values [1, K, end - start, E] of consecutive slots, layer by layer."""
