@@ -248,7 +248,7 @@ class Scheduler:
     def _preempt(self, id: str, preempted: list[str]) -> None:
         progress = self.running.pop(id)
         self.allocator.release(progress.blocks)
-        progress.blocks, progress.cached, progress.kept = [], 0, 0
+        progress.blocks = []
         self.waiting.appendleft((id, progress))
         preempted.append(id)
 
