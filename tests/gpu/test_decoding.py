@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.api.model import Model
 from outrider.decoding.engine import Engine, default_config
 from outrider.decoding.generate import generate, stream
 from outrider.decoding.policies import ThresholdPolicy
@@ -39,6 +40,7 @@ from outrider.target.paged import PagedKV, Span
 from tests.gpu.simulated import SimulatedDevice, simulated_device
 from tests.gpu.toys import MOST_GRAPHED, MOST_LAUNCHES, MOST_SYNCS, SAMPLED, decoding, deep_target, dspark
 from tests.toys.engine import finish, prompts, toy_drafter
+from tests.toys.published import published_target
 from tests.toys.targets import randomise, toy_config, toy_target
 from tests.toys.trees import random_tree
 
@@ -307,11 +309,44 @@ def test_sizes_on_a_gpu(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 
 def test_a_server_takes_the_engine_s_sizes_but_for_those_that_are_given(device: SimulatedDevice) -> None:
     target = toy_target("qwen3")
-    there = Target(target.model.to("cuda"), None, target.name)
-    assert engine_config(there, ServeConfig(max_requests=3)) == default_config(there, 3)
-    given = engine_config(there, ServeConfig(kv_tokens=100, token_budget=64))
-    assert (given.max_requests, given.token_budget, given.num_blocks) == (32, 64, 6)
-    assert engine_config(toy_target("qwen3"), ServeConfig()) == EngineConfig()
+    there = Model(Target(target.model.to("cuda"), None, target.name), None)
+    said: list[str] = []
+    usual = replace(default_config(there.target, 3), prefix_cache=True)
+    assert engine_config(there, ServeConfig(max_requests=3), said.append) == usual
+    given = engine_config(there, ServeConfig(kv_tokens=100, token_budget=64, prefix_cache=False), said.append)
+    assert (given.max_requests, given.token_budget, given.num_blocks, given.prefix_cache) == (32, 64, 6, False)
+    here = Model(toy_target("qwen3"), None)
+    assert engine_config(here, ServeConfig(), said.append) == EngineConfig(prefix_cache=True) and not said
+    hybrid = Model(published_target("qwen3_next"), None)
+    assert engine_config(hybrid, ServeConfig(), said.append) == EngineConfig()
+    assert len(said) == 1 and "state from token to token" in said[0]
+
+
+def test_a_prompt_is_read_in_pieces_in_the_step_of_those_who_decode(device: SimulatedDevice) -> None:
+    """256 rows of a prompt a step, in the graph of the others, which nobody's tokens tell."""
+    target = deep_target(4)
+    asked = [Request(str(i), prompt, rules=StopRules(40, stop_ids=())) for i, prompt in enumerate(prompts(3))]
+    long = [4 + i % 90 for i in range(600)]
+    late = [Request(id, long, rules=StopRules(4, stop_ids=())) for id in ("late", "later")]
+    plain = {one.id: generate(target, one.prompt, None, one.params, one.rules).tokens for one in (*asked, *late)}
+    engine = Engine(target, config=replace(default_config(target), max_requests=4, num_blocks=100))
+    for request in asked:
+        engine.submit(request)
+    found: dict[str, list[int]] = {id: [] for id in plain}
+    reading: list[tuple[int, int]] = []  # prompt rows and launches of a step
+    while not engine.idle:
+        device.counts.reset()
+        outputs = engine.step()
+        for output in outputs:
+            found[output.id] += output.tokens
+        assert engine.last is not None
+        if engine.last.prefill_tokens and len(found["0"]) > 1:
+            reading.append((engine.last.prefill_tokens, device.counts.launches))
+            assert {output.id for output in outputs} >= {"0", "1", "2"}
+        if len(found["0"]) in (5, 20):
+            engine.submit(late.pop(0))
+    assert found == plain and [rows for rows, _ in reading] == 2 * [256, 256, 87]
+    assert max(launches for _, launches in reading[3:]) <= MOST_GRAPHED["plain"]  # the first made the graphs
 
 
 def test_weights_are_on_the_device_once(device: SimulatedDevice) -> None:

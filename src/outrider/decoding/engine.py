@@ -32,6 +32,7 @@ from outrider.decoding.verification import RoundResult, TypicalAcceptance, verif
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.drafters.draft import Draft
 from outrider.sampling import Randomness
+from outrider.target.graphs import MOST_PROMPT_ROWS
 from outrider.target.model import DecodingTarget, KVPool
 from outrider.utils.measure import Clock
 
@@ -42,8 +43,9 @@ _GPU_TOKEN_BUDGET = 4096  # rows of a step that keep a GPU busy
 def default_config(
     target: DecodingTarget, max_requests: int = EngineConfig.max_requests, kept_aux: int = 0
 ) -> EngineConfig:
-    """`EngineConfig()` for so many requests on a CPU. On a GPU steps are larger, and the KV pool holds `max_requests`
-    full contexts, or what a quarter of the free memory holds if that is less.
+    """`EngineConfig()` for so many requests on a CPU. On a GPU steps are larger, prompts are read in pieces beside
+    requests that decode, and the KV pool holds `max_requests` full contexts, or what a quarter of the free memory holds
+    if that is less.
 
     Args:
         kept_aux: aux hidden states that are kept of every token (`Target.new_kv`).
@@ -55,7 +57,8 @@ def default_config(
     fitting = torch.cuda.mem_get_info(target.device)[0] // 4 // max(1, block_bytes)
     wanted = usual.max_requests * -(-target.max_context // usual.block_size)
     budget = max(_GPU_TOKEN_BUDGET, max_requests)
-    return replace(usual, token_budget=budget, num_blocks=max(1, min(fitting, wanted)))
+    blocks = max(1, min(fitting, wanted))
+    return replace(usual, token_budget=budget, num_blocks=blocks, prompt_rows=MOST_PROMPT_ROWS)
 
 
 def config_for(requests: Sequence[Request], slots: int) -> EngineConfig:

@@ -31,6 +31,8 @@ class EngineConfig:
         num_blocks: of the KV pool; with `block_size`, how many tokens all running requests may hold.
         prompt_apart: a prompt is read without its last token, so that the first token has drafts already; else it comes
             with the prompt.
+        prompt_rows: most rows of prompts in a step in which others decode, so that these need not wait for a long
+            prompt; None: what the budget leaves.
         prefix_cache: KV blocks of requests that have ended are kept for those that begin alike (prefix_cache.py).
     """
 
@@ -39,6 +41,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int = 1024
     prompt_apart: bool = False
+    prompt_rows: int | None = None
     prefix_cache: bool = False
 
     def __post_init__(self) -> None:
@@ -131,7 +134,7 @@ class Scheduler:
                 "num_blocks."
             )
         most = self.draft_slots if most_drafts is None else min(most_drafts, self.draft_slots)
-        self.waiting.append((id, Progress(length, capacity, most, list(keys))))
+        self.waiting.append((id, Progress(length, capacity, most, keys=list(keys))))
 
     def remove(self, id: str) -> None:
         """Drop a request, finished or cancelled, and free its blocks; nothing happens where there is none of that
@@ -148,6 +151,8 @@ class Scheduler:
         preempted: list[str] = []
         limits = self._decoding_limits(preempted)
         budget = self.config.token_budget - sum(1 + limit for limit in limits.values())
+        if limits and self.config.prompt_rows is not None:
+            budget = min(budget, self.config.prompt_rows)
         admitted: list[str] = []
         work = [Work(id, 0, True, limit=limit) for id, limit in limits.items()]
         for id, progress in list(self.running.items()):

@@ -1,6 +1,7 @@
 """Run steps of few rows on a GPU: pad them to buckets, with one attention call per layer and a CUDA graph per bucket.
 
     spans     R requests of at most 16 rows each   ->   R' x M rows, each request over N slots
+    prompts   of up to 256 rows beside requests that decode: in spans of 16 rows, in the same step
     buckets   R' = 1, 2, 4, ..; M a power of two, at least 16 rows in all; N = 256, 512, 1024, ..
     inputs    tokens, positions, slots [R' M] | past [R'] | blocks [R' N / block] | sees [R' M M]        one copy
     row m of request r sees slot n if   n < past_r,  or  n - past_r is one of its rows that m sees
@@ -33,11 +34,12 @@ from torch import Tensor
 from outrider.target.attention import Branches, additive
 from outrider.target.fused import FusedDecoder
 from outrider.target.kernels import MOST_ROWS
-from outrider.target.paged import PagedKV, Span
+from outrider.target.paged import PagedKV, Span, in_pieces
 from outrider.utils.measure import on_device
 
 _FEWEST_ROWS = 16  # minimum rows of a step: the rows of one tensor core product
 _FEWEST_KEYS = 256
+MOST_PROMPT_ROWS = 256  # beside requests that decode: the weights are read about as fast as so many rows are computed
 
 
 class Shape(NamedTuple):
@@ -108,6 +110,12 @@ class StepGraphs:
         self.captures = os.environ.get("OUTRIDER_CUDA_GRAPHS") != "0"
         self._steps: WeakKeyDictionary[PagedKV, dict[Shape, _Captured]] = WeakKeyDictionary()
         self._memory: Any = None  # shared by all graphs
+
+    def pieces(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """Cut prompts beside requests that decode into spans that `forward` takes, if they have few enough rows."""
+        long = [len(span.tokens) for span in spans if len(span.tokens) > MOST_ROWS and span.parents is None]
+        beside = self.captures and len(long) < len(spans) and sum(long) <= MOST_PROMPT_ROWS
+        return in_pieces(spans, MOST_ROWS) if beside else spans
 
     def taken(self, spans: Sequence[Span]) -> list[int]:
         """Return which spans of a step `forward` takes."""

@@ -300,7 +300,7 @@ class Target:
 
     def new_kv(self, num_blocks: int, block_size: int, aux_layers: int = 0) -> PagedKV:
         """Make a pool of keys and values for the requests of ragged forwards, with so many aux hidden states a slot."""
-        return PagedKV(self, num_blocks, block_size, aux_layers)
+        return PagedKV(self, num_blocks, block_size, aux_layers=aux_layers)
 
     def new_states(self) -> KVCache | None:
         """Make the recurrent states of a request of ragged forwards; None if no layer keeps a state."""
@@ -352,6 +352,7 @@ class Target:
         """
         if any(span.parents is not None for span in spans):
             self.check_trees()
+        spans = spans if self.graphs is None else self.graphs.pieces(spans)
         rows = logit_rows(spans)
         few = [] if self.graphs is None else self.graphs.taken(spans)
         many = sorted({*range(len(spans))} - {*few})

@@ -17,7 +17,7 @@ Shapes: L layers, K kv heads, S slots of the pool, E head dim, T new tokens of a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -199,6 +199,26 @@ def logit_rows(spans: Sequence[Span]) -> list[int]:
         end += len(span.tokens)
         rows += range(end - span.logits, end)
     return rows
+
+
+def in_pieces(spans: Sequence[Span], rows: int) -> list[Span]:
+    """Cut spans of more than so many rows into spans that follow one another, as one forward may have them.
+
+    Each layer writes the keys of all rows before any row attends, so a piece sees those before it. Trees stay whole.
+    """
+    pieces: list[Span] = []
+    for span in spans:
+        count = len(span.tokens)
+        if count <= rows or span.parents is not None:
+            pieces.append(span)
+            continue
+        assert span.states is None, "a recurrent state reads its rows in one piece"
+        for start in range(0, count, rows):
+            tokens = span.tokens[start : start + rows]
+            left = count - start - len(tokens)
+            logits = min(max(0, span.logits - left), len(tokens))
+            pieces.append(replace(span, tokens=tokens, past=span.past + start, logits=logits))
+    return pieces
 
 
 def check_batches(config: PretrainedConfig) -> None:
