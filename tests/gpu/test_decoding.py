@@ -303,6 +303,7 @@ def test_sizes_on_a_gpu(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
     per_block = 2 * 16 * sum(keys_KSE.shape[0] * keys_KSE.shape[2] * 4 for keys_KSE, _ in PagedKV(there, 1, 16).layers)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (4 * 10 * per_block + 3, 2**37))
     assert default_config(there).num_blocks == 10
+    assert default_config(there, kept_aux=1).num_blocks == 4 * 10 * per_block // 4 // (per_block + 16 * 32 * 4) < 10
     assert default_config(there, max_requests=5000).token_budget == 5000
     assert default_config(toy_target("qwen3")) == EngineConfig()
 
@@ -320,6 +321,20 @@ def test_a_server_takes_the_engine_s_sizes_but_for_those_that_are_given(device: 
     hybrid = Model(published_target("qwen3_next"), None)
     assert engine_config(hybrid, ServeConfig(), said.append) == EngineConfig()
     assert len(said) == 1 and "state from token to token" in said[0]
+
+
+def test_a_cached_prefix_is_read_from_the_device(device: SimulatedDevice) -> None:
+    """Tokens and drafts are those without a cache, and no step waits for it."""
+    target, rules = deep_target(6), StopRules(12, stop_ids=())
+    prompt, found = [4 + i % 90 for i in range(60)], {}
+    for on in (True, False):
+        engine = Engine(target, dspark(target, layers=2), config=EngineConfig(2, 256, prefix_cache=on))
+        found[on] = [finish(engine, [Request(id, prompt, rules=rules)])[id] for id in "ab"]
+        decoding(engine, 2, SamplingParams())
+        device.counts.reset()
+        engine.step()
+        assert device.counts.syncs <= MOST_SYNCS["greedy"]
+    assert found[True] == found[False]
 
 
 def test_a_prompt_is_read_in_pieces_in_the_step_of_those_who_decode(device: SimulatedDevice) -> None:

@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant("prefix_with_the_anchor", "a prompt that fills its blocks is taken from the cache with its last token", tests="decoding/engine/test_prefix_cache.py::test_a_whole_prompt_that_is_cached_is_read_again_from_its_last_block_on",
            where="Scheduler.plan", old="(progress.length - 1) // self.config.block_size", new="progress.length // self.config.block_size"),
     Mutant("prefix_aux_of_other_tokens", "the drafter reads the hidden states of a cached prefix backwards", tests="decoding/engine/test_prefix_cache.py::test_drafts_and_tokens_of_hits_are_those_without",
-           where="Engine.begin", old="self.kv.aux(self.scheduler.running[id].blocks, found)", new="self.kv.aux(self.scheduler.running[id].blocks, found).flip(0)"),
+           where="Engine._give_cached", old="self.kv.aux(at.blocks, start, end)", new="self.kv.aux(at.blocks, start, end).flip(0)"),
     Mutant("prefix_aux_not_kept", "hidden states of a prefix are those of the slots' earlier tokens", tests="decoding/engine/test_prefix_cache.py::test_drafts_and_tokens_of_hits_are_those_without",
            where="PagedKV.keep_aux", old="self.slots(blocks, end - count, end)", new="self.slots(blocks, 0, count)"),
     Mutant("prefix_beginning_evicted_first", "of a prefix the beginning is evicted before the end", tests="decoding/engine/test_prefix_cache.py::test_the_block_used_longest_ago_goes_first_and_the_end_of_a_prefix_before_its_beginning",

@@ -261,10 +261,8 @@ class Engine:
                 self.drafting.open(self._states[id])
             except Exception as error:
                 failed[id] = error
-                continue
-            if found := self.scheduler.running[id].cached:
-                aux_TLD = self.kv.aux(self.scheduler.running[id].blocks, found) if self.aux_layers else None
-                self.drafting.committed(self._states[id], self._states[id].tokens[:found], aux_TLD)
+            else:
+                self._give_cached(id)
         turns = [
             DraftTurn(work.id, self._states[work.id], 0 if work.id in failed else work.limit)
             for work in plan.work
@@ -282,6 +280,15 @@ class Engine:
             draft_clock=Clock(self.target.device, self.clock),
             verify_clock=Clock(self.target.device, self.clock),
         )
+
+    def _give_cached(self, id: str) -> None:
+        """Give the drafter the tokens of a cached prefix, no more of them at once than of a prompt."""
+        at, state = self.scheduler.running[id], self._states[id]
+        for start in range(0, at.cached, self.config.token_budget):
+            end = min(at.cached, start + self.config.token_budget)
+            aux_TLD = self.kv.aux(at.blocks, start, end) if self.aux_layers else None
+            self.drafting.read([state])  # all but the last part; that waits for the rest of the prompt
+            self.drafting.committed(state, state.tokens[start:end], aux_TLD)
 
     def draft(self, step: Step) -> list[Draft]:
         """A draft of each request that decodes; positions from the first confidence below the policy's minimum on may

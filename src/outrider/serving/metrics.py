@@ -157,8 +157,9 @@ class ServerMetrics:
                 self._first.observe(now - record.arrived)
                 self._prompts.inc(record.prompt_tokens)
                 if self._cached is not None:
-                    for counter, tokens in zip(self._cached, (record.prompt_tokens, output.cached_tokens), strict=True):
-                        counter.inc(tokens)
+                    queries, hits = self._cached
+                    queries.inc(record.prompt_tokens)
+                    hits.inc(output.cached_tokens)
             else:
                 self._gap.observe(now - record.last)
             self._generated.inc(len(output.tokens))

@@ -49,8 +49,8 @@ class KVPool(Protocol):
         """Store aux hidden states beside the keys, if prefixes are shared; see `PagedKV.keep_aux`."""
         ...
 
-    def aux(self, blocks: list[int], end: int) -> Tensor:
-        """The stored aux hidden states of a request's first `end` tokens, [end, L, D]."""
+    def aux(self, blocks: list[int], start: int, end: int) -> Tensor:
+        """The stored aux hidden states of a request's tokens; see `PagedKV.aux`."""
         ...
 
 

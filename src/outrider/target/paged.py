@@ -162,9 +162,9 @@ class PagedKV:
         slots_T = torch.cat([self.slots(blocks, end - count, end) for blocks, end, count in kept])
         self.aux_SLD.index_copy_(0, on_device(slots_T, self.device), aux_TLD)
 
-    def aux(self, blocks: list[int], end: int) -> Tensor:
-        """Return the aux hidden states of a request's first `end` tokens, [end, L, D]."""
-        return self.aux_SLD[on_device(self.slots(blocks, 0, end), self.device)]
+    def aux(self, blocks: list[int], start: int, end: int) -> Tensor:
+        """Return the aux hidden states of positions start .. end - 1 of a request, [end - start, L, D]."""
+        return self.aux_SLD[on_device(self.slots(blocks, start, end), self.device)]
 
     def views(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Return views of keys and values [1, K, end - start, E] of consecutive slots, layer by layer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,23 @@ def test_a_whole_prompt_that_is_cached_is_read_again_from_its_last_block_on(targ
     prompt = list(range(10, 42))
     first, again = (ask(engine, Request(id, prompt, rules=StopRules(6, stop_ids=()))) for id in "ab")
     assert (first.cached, again.cached) == (0, 28) and first.tokens == again.tokens
+
+
+def test_a_long_cached_prefix_is_given_to_the_drafter_in_parts(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more rows at once than a prompt has in a step; what is drafted is the same."""
+    prompt, rules, drafter = [4 + i % 90 for i in range(180)], StopRules(8, stop_ids=()), served(target, "dspark")
+    engines = [Engine(target, drafter, config=replace(CONFIG, prefix_cache=on)) for on in (True, False)]
+    asked = Request("a", prompt, rules=rules)
+    ask(engines[0], asked)
+    plain, rows, extend = ask(engines[1], asked), list[int](), drafter.extend
+
+    def watched(sessions: Any, tokens: Any, aux_TLD: Any) -> None:
+        rows.append(sum(map(len, tokens)))
+        extend(sessions, tokens, aux_TLD)
+
+    monkeypatch.setattr(drafter, "extend", watched)
+    assert ask(engines[0], asked) == replace(plain, cached=176)
+    assert rows[:3] == [64, 64, 48 + 4]
 
 
 def test_requests_share_prefixes_with_those_of_their_salt(target: Target) -> None:
