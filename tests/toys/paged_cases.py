@@ -1,4 +1,4 @@
-"""Paged attention against dense attention in float64; on "cpu" with TRITON_INTERPRET=1, which Triton reads at import."""
+"""Paged attention against dense attention in float64: on "cpu" with TRITON_INTERPRET=1, which is read at import."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from torch import Tensor
 import outrider.target.paged_attention as paged_attention
 import outrider.target.paged_attention_triton as kernels
 from outrider.target.attention import Branches
+from outrider.target.graphs import StepGraphs, inputs_of, shape_of
+from outrider.target.model import Target
+from outrider.target.paged import PagedKV, RaggedStep, Span
 from outrider.target.paged_attention import Plan, Reader, Sizes, attend, bits_of, most_items, plan
 from tests.toys.paged_reference import dense
+from tests.toys.targets import toy_target
 from tests.toys.trees import random_tree
 
 BOUNDS = {torch.float32: 4e-6, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}  # of values of about 1
@@ -131,6 +135,31 @@ def same_bits(dtype: torch.dtype, device: str) -> None:
         assert found == [found[0]] * 4, position
 
 
+@torch.inference_mode()
+def steps(device: str) -> None:
+    """The packed step of a target against the spans' own attention: requests after prompts, a tree, and a prompt."""
+    target = toy_target("qwen3")
+    target = Target(target.model.to(device), None, target.name)
+    decoder, aux_layers = target._fused, (0, 2)
+    assert decoder is not None
+    kv, alone = PagedKV(target, 61, PAGE), PagedKV(target, 60, PAGE)
+    kv.spare_slot = 60 * PAGE
+    blocks, tree = [list(range(start, start + 20)) for start in (40, 0, 20)], random_tree(14, 97, 4)
+    prompts = [Span([7 + i] * 70, 0, own, 1) for i, own in enumerate(blocks[:2])]
+    for pool in (kv, alone):
+        decoder.forward_ragged(RaggedStep(prompts, pool), ())
+    spans = [Span([9], 70, blocks[0], 1), Span([7, *tree.tokens], 60, blocks[1], 1, tree.row_parents)]
+    spans.append(Span([3, 4], 0, blocks[2], 1))
+    shape = shape_of(spans, kv, aux_layers)
+    numbers = torch.from_numpy(inputs_of(spans, shape, kv, groups=decoder.groups)).to(device)
+    found_TD, aux_TLD = StepGraphs(decoder)._run(numbers, shape, kv)
+    hidden_1TD, captured = decoder.forward_ragged(RaggedStep(spans, alone), aux_layers)
+    rows = hidden_1TD.shape[1]
+    assert aux_TLD is not None and rows < len(found_TD)
+    torch.testing.assert_close(found_TD[:rows], hidden_1TD[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(aux_TLD[:rows, 1], captured[2][0], atol=1e-4, rtol=1e-4)
+
+
 def main(device: str) -> None:
     # Chunks of 64, then of 128 positions, so that short contexts have several.
     paged_attention._BOUNDS = np.cumsum(np.repeat(64 << np.arange(20), 2))
@@ -142,6 +171,7 @@ def main(device: str) -> None:
             assert worst <= bound, f"{case.name}, {dtype}: {worst:.1e} above {bound:.0e}"
     for dtype in (torch.float32, torch.bfloat16):
         same_bits(dtype, device)
+    steps(device)
 
 
 if __name__ == "__main__":

@@ -13,21 +13,17 @@ from outrider.target.paged_attention import Reader
 
 def visible_of(reader: Reader, window: int | None, drafts: bool) -> tuple[Tensor, Tensor]:
     """The positions that are read, and which of them each row sees, [rows, positions]."""
-    rows = len(reader.positions)
     low = max(0, reader.end - reader.slots) if reader.slots else 0
     place_N = np.arange(low, reader.end)
-    own_TN = np.repeat((place_N >= reader.past)[None], rows, axis=0)
-    sees = [-1] * rows if reader.sees_T is None else [int(word) for word in reader.sees_T]
-    visible = np.ones((rows, len(place_N)), dtype=bool)
-    position_N = place_N.copy()
-    for i, place in enumerate(place_N):
-        j = int(place) - reader.past
-        if j >= 0:
-            position_N[i] = reader.positions[j]
-            visible[:, i] = [(word >> j) & 1 == 1 and (drafts or j <= row) for row, word in enumerate(sees)]
+    own_N, row_T1 = place_N - reader.past, np.arange(len(reader.positions))[:, None]
+    chain_TN = own_N <= row_T1
+    sees_T1 = np.full(row_T1.shape, -1) if reader.sees_T is None else reader.sees_T[:, None]
+    bits_TN = (sees_T1 >> own_N.clip(0, 63)) & 1 == 1
+    visible = (own_N < 0) | (bits_TN if drafts else bits_TN & chain_TN)
+    position_N = np.where(own_N < 0, place_N, np.array(reader.positions)[own_N.clip(0)])
     if window is not None:
         near = np.array(reader.positions)[:, None] - position_N < window
-        visible &= near | own_TN if drafts else near
+        visible &= near | (own_N >= 0) if drafts else near
     return torch.from_numpy(place_N), torch.from_numpy(visible)
 
 

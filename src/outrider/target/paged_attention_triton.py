@@ -20,7 +20,7 @@ from outrider.target.paged_attention import ITEM_FIELDS, REQUEST_FIELDS, ROW_FIE
 
 _WARPS = 4
 _STAGES = 2
-# Products in float64: for Triton's interpreter, whose products are wrong of bfloat16, and of float32 depend on the place
+# Products in float64: in Triton's interpreter those of bfloat16 are wrong, those of float32 depend on their place
 # in a tile.
 _WIDEN = False
 _LOWEST = tl.constexpr(-1e30)  # below every score; -inf - -inf would be no number
