@@ -73,8 +73,8 @@ class Reader:
     """
 
     past: int
-    positions: Sequence[int]
-    pages: Sequence[int]
+    positions: Sequence[int] | Ints
+    pages: Sequence[int] | Ints
     sees_T: Ints | None = None
     slots: int = 0
 
