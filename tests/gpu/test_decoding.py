@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 import outrider.target.paged_attention as paged_attention
+from outrider.decoding.config import ProfileConfig
 from outrider.decoding.engine import Engine, default_config
 from outrider.decoding.generate import generate, stream
 from outrider.decoding.policies import ThresholdPolicy
+from outrider.decoding.profile import QUICK, grid, jumps
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.structured import Grammar
@@ -98,6 +100,15 @@ def test_a_step_computes_the_rows_of_all_requests_packed(
         found.append(computed(lengths))
     saved = [before - after for before, after in pairwise(found)]
     assert min(saved) == 0 and sum(saved) >= 0.9 * len(saved)
+
+
+def test_costs_are_measured_where_a_step_computes_more_rows(device: SimulatedDevice) -> None:
+    most = jumps(deep_target(1), 300)
+    assert {16, 17, 48, 49, 256, 257, 288, 289} <= most and not {15, 18, 272} & most
+    counts = {b for r, b, _ in grid(ProfileConfig(32, max_tokens=300, contexts=(8,)), 8, most) if r == 32}
+    assert {32, 48, 49, 64, 65, 256} <= counts and max(counts) == 256
+    assert (1, 17, 128) in grid(QUICK, 8, jumps(deep_target(1), QUICK.max_tokens))
+    assert jumps(toy_target("qwen3"), 300) == set()
 
 
 @pytest.mark.parametrize("requests", [2, 5, 32])
