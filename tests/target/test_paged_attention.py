@@ -15,7 +15,7 @@ from outrider.target.attention import Branches
 from outrider.target.paged_attention import Reader, bits_of, most_items, plan, tile_rows
 
 CASES = Path(__file__).parents[1] / "toys" / "paged_cases.py"
-SOURCE = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = 99 * 1024  # bytes of a block on the smallest of GPUs since 2020
 COMPILE = """
 import sys
@@ -43,7 +43,7 @@ for kind, dim, keys, capabilities in (("bf16", 128, 64, (80, 90, 100)), ("fp32",
 
 
 def run(*arguments: str, **environment: str) -> None:
-    paths = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     environment = {**os.environ, "PYTHONPATH": paths, **environment}
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
