@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant("gpu_trees_as_chains", "rows of a tree see those before them, siblings too, on a GPU (biased)", tests="gpu/test_decoding.py::test_rows_of_trees_are_those_of_the_cpu",
            where="reader_of", old="None if span.parents is None else bits_of(Branches.of(span.parents))", new="None"),
     Mutant("gpu_masked_positions_weigh", "positions that a row does not see take probability in the GPU's kernel", tests="target/test_paged_attention.py::test_the_interpreted_kernels_equal_dense_attention",
-           where="_attend", old="tl.where(visible, tl.exp(scores - higher[:, None]), 0.0)", new="tl.exp(scores - higher[:, None])"),
+           where="_attend", old="tl.where(visible, scores, _LOWEST)", new="scores"),
     Mutant("gpu_chunks_unscaled", "partial results of chunks are added as if their maxima were one", tests="target/test_paged_attention.py::test_the_interpreted_kernels_equal_dense_attention",
            where="_combine", old="tl.exp(its_top - higher)", new="1.0"),
     Mutant("gpu_rows_padded", "a step on a GPU computes a power of two of rows", tests="gpu/test_decoding.py::test_a_step_computes_the_rows_of_all_requests_packed",

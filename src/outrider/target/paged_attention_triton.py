@@ -4,8 +4,9 @@
                 otherwise the unnormalised sum, its maximum m and its total l
     _combine    a program per row and kv head: sums of all chunks, each times exp(m - max m), over the sum of the l
 
-Row i of a tile is query head i mod G of token i div G. Sums are in float32. A masked position takes no part: it adds
-exactly 0, also where a whole chunk is masked, so that the rows beside a row do not change its bits.
+Row i of a tile is query head i mod G of token i div G. Sums are in float32. A masked position has a score below all
+others and adds exactly 0; a chunk without any visible position is dropped with its maximum. So the rows beside a row do
+not change its bits.
 Shapes: W items, T rows, K kv heads, G query heads of each, E head dim.
 """
 
@@ -137,7 +138,7 @@ def _attend(  # type: ignore[no-untyped-def]
         visible = visible & real[:, None] & there[None, :]
         scores = tl.where(visible, scores, _LOWEST)
         higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.where(visible, tl.exp(scores - higher[:, None]), 0.0)
+        weights = tl.exp(scores - higher[:, None])
         kept = tl.exp(top - higher)
         total = total * kept + tl.sum(weights, 1)
         v = tl.load(values_ptr + at[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0.0)
