@@ -204,7 +204,7 @@ def prototypes(target: Target) -> dict[str, float]:
     page = 16
     pages = list(reversed(range(users * keys // page)))
     tables = [pages[user * keys // page : (user + 1) * keys // page] for user in range(users)]
-    host = plan([Reader(keys - rows, range(keys - rows, keys), table) for table in tables], G)
+    host = plan([Reader(keys - rows, range(keys - rows, keys), table) for table in tables], G, page)
     made = Plan.of(torch.from_numpy(host.numbers).to(device), host.sizes, page, split=host.split)
 
     def paged() -> Tensor:

@@ -70,8 +70,8 @@ def test_each_key_is_read_once(groups: int) -> None:
     """By requests of as many rows as a tile holds; a longer one reads them once a tile."""
     tokens = tile_rows(groups) // groups
     shapes = [(0, 1), (5000, 1), (255, 2), (256, min(8, tokens)), (70, tokens), (1000, 2 * tokens)]
-    readers = [Reader(past, range(past, past + rows), [0]) for past, rows in shapes]
-    items = plan(readers, groups)
+    readers = [Reader(past, range(past, past + rows), range(400)) for past, rows in shapes]
+    items = plan(readers, groups, 16)
     start, end = items.sizes.lengths[0] + items.sizes.lengths[1], sum(items.sizes.lengths[:3])
     items_W4 = items.numbers[start:end].reshape(-1, 4)
     read = np.bincount(items_W4[:, 0], weights=items_W4[:, 3] - items_W4[:, 2])
@@ -81,8 +81,8 @@ def test_each_key_is_read_once(groups: int) -> None:
 
 
 def test_many_requests_have_no_more_items_than_their_rows_and_chunks_allow() -> None:
-    readers = [Reader(past, [past], [0]) for past in range(100, 100_000, 999)]
-    host = plan(readers, 4)
+    readers = [Reader(past, [past], range(7000)) for past in range(100, 100_000, 999)]
+    host = plan(readers, 4, 16)
     assert len(readers) < host.sizes.items <= most_items(len(readers))
 
 

@@ -95,7 +95,7 @@ def difference(case: Case, dtype: torch.dtype, device: str) -> float:
     sizes = None
     if case.padding:
         sizes = Sizes(rows + case.padding, rows + case.padding, most_items(rows + case.padding), 3 * pages)
-    host = plan(readers, G, window=case.window, sizes=sizes)
+    host = plan(readers, G, PAGE, window=case.window, sizes=sizes)
     there = torch.from_numpy(host.numbers).to(device)
     options = {"split": host.split, "window": case.window, "drafts": case.slots > 0}
     made = Plan.of(there, host.sizes, PAGE, **options)
@@ -127,7 +127,7 @@ def same_bits(dtype: torch.dtype, device: str) -> None:
         q_HE, found = torch.randn(4, 16, generator=generator).to(dtype), []
         for past, rows in ((position, 1), (position, 16), (position - 15, 16), (position - 3, 9)):
             reader = Reader(past, range(past, past + rows), list(range(60)))
-            host = plan([reader], 2, sizes=Sizes(16, 16, most_items(16), 64))
+            host = plan([reader], 2, PAGE, sizes=Sizes(16, 16, most_items(16), 64))
             q_THE = torch.randn(16, 4, 16, generator=generator).to(dtype)
             q_THE[position - past] = q_HE
             made = Plan.of(torch.from_numpy(host.numbers).to(device), host.sizes, PAGE)

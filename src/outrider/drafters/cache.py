@@ -285,14 +285,12 @@ class PooledKeys:
         """Rows of the pool for the new keys [R K], and the plan of attention."""
         assert self.rows <= MOST_SEEN, f"a draft of {self.rows} rows"
         sees_K = (2 << np.arange(self.rows)) - 1 if pattern.causal else np.full(self.rows, -1)
-        new, readers = [], []
+        readers = []
         for session in self.sessions:
-            positions, slots = np.arange(session.length, session.length + self.rows), session.slots[layer]
-            pages = session.pages[: -(-min(session.length + self.rows, slots) // _PAGE)]
-            new.append(session.rows(layer, positions))
-            readers.append(Reader(session.length, positions, pages, sees_K, slots))
-        host = plan_of(readers, groups, window=pattern.window)
-        numbers = on_device(torch.from_numpy(np.concatenate([*new, host.numbers])), self.pool.device)
-        new_T, rest = numbers.split([len(new) * self.rows, len(host.numbers)])
-        options = {"split": host.split, "window": pattern.window, "drafts": True}
-        return new_T, Plan.of(rest, host.sizes, page_size=_PAGE, **options)
+            end, slots = session.length + self.rows, session.slots[layer]
+            pages = session.pages[: -(-min(end, slots) // _PAGE)]
+            readers.append(Reader(session.length, range(session.length, end), pages, sees_K, slots))
+        host = plan_of(readers, groups, _PAGE, window=pattern.window)
+        numbers = on_device(torch.from_numpy(np.concatenate([host.slots_T, host.numbers])), self.pool.device)
+        new_T, rest = numbers.split([len(host.slots_T), len(host.numbers)])
+        return new_T, Plan.of(rest, host.sizes, _PAGE, split=host.split, window=pattern.window, drafts=True)

@@ -69,13 +69,11 @@ def _power_of_two(count: int) -> int:
 
 def inputs_of(spans: Sequence[Span], shape: Shape, kv: PagedKV, groups: int) -> Ints:
     """Concatenate all inputs of a step, in the order of the module docstring."""
-    tokens, slots = np.zeros(shape.rows, dtype=np.int64), np.full(shape.rows, kv.spare_slot)
-    first = 0
-    for span in spans:
-        own = slice(first, first := first + len(span.tokens))
-        tokens[own], slots[own] = span.tokens, kv.slots(span.blocks, span.past, span.end)
     readers = [reader_of(span, kv.block_size) for span in spans]
-    return np.concatenate([tokens, slots, plan(readers, groups, sizes=shape.plan).numbers])
+    host, count = plan(readers, groups, kv.block_size, sizes=shape.plan), sum(len(span.tokens) for span in spans)
+    tokens, slots = np.zeros(shape.rows, dtype=np.int64), np.full(shape.rows, kv.spare_slot)
+    tokens[:count], slots[:count] = [token for span in spans for token in span.tokens], host.slots_T
+    return np.concatenate([tokens, slots, host.numbers])
 
 
 @dataclass(frozen=True)

@@ -355,9 +355,10 @@ class RaggedStep:
         """Return the work of `attend_pages` under a sliding window, cached."""
         key = window, groups
         if key not in self._plans:
-            host = plan([reader_of(span, self._kv.block_size) for span in self.spans], groups, window=window)
-            numbers, options = on_device(torch.from_numpy(host.numbers), self._kv.device), {"split": host.split}
-            self._plans[key] = Plan.of(numbers, host.sizes, page_size=self._kv.block_size, window=window, **options)
+            page_size = self._kv.block_size
+            host = plan([reader_of(span, page_size) for span in self.spans], groups, page_size, window=window)
+            numbers = on_device(torch.from_numpy(host.numbers), self._kv.device)
+            self._plans[key] = Plan.of(numbers, host.sizes, page_size, window=window, split=host.split)
         return self._plans[key]
 
     def _few_rows_of(self, window: int | None) -> FewRows:

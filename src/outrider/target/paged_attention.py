@@ -105,11 +105,12 @@ class Sizes(NamedTuple):
 
 
 class HostPlan(NamedTuple):
-    """The numbers of a `Plan`, one part after another; whether a request has several chunks."""
+    """The numbers of a `Plan`, one part after another; whether a request has several chunks; slots of the rows."""
 
     numbers: Ints
     sizes: Sizes
     split: bool
+    slots_T: Ints
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,9 @@ def most_items(rows: int) -> int:
     return rows + _MOST_CHUNKS
 
 
-def plan(readers: Sequence[Reader], groups: int, window: int | None = None, sizes: Sizes | None = None) -> HostPlan:
+def plan(
+    readers: Sequence[Reader], groups: int, page_size: int, *, window: int | None = None, sizes: Sizes | None = None
+) -> HostPlan:
     """Divide the attention of a step into items.
 
     Args:
@@ -206,14 +209,17 @@ def plan(readers: Sequence[Reader], groups: int, window: int | None = None, size
         ],
         axis=1,
     )
-    parts = [rows_T3, requests_R6, items_W4, np.concatenate(tables)]
+    pages_P, slot_T = np.concatenate(tables), past[request_T] + within_T
+    slot_T = np.where(slots[request_T] > 0, slot_T % slots[request_T].clip(1), slot_T)
+    slots_T = pages_P[first_page[request_T] + slot_T // page_size] * page_size + slot_T % page_size
+    parts = [rows_T3, requests_R6, items_W4, pages_P]
     sizes = sizes or Sizes(*map(len, parts))
     numbers = np.full(sum(sizes.lengths), -1, dtype=np.int64)
     start = 0
     for part, length in zip(parts, sizes.lengths, strict=True):
         numbers[start : start + part.size] = part.reshape(-1)
         start += length
-    return HostPlan(numbers, sizes, split=bool((chunks > 1).any()))
+    return HostPlan(numbers, sizes, split=bool((chunks > 1).any()), slots_T=slots_T)
 
 
 def _starts(lengths: Ints) -> Ints:
