@@ -28,6 +28,8 @@ from transformers import PretrainedConfig
 from outrider.target.attention import Branches, additive, attend_folded, fold, lowest_visible, unfold
 from outrider.target.cache import KVCache
 from outrider.target.kernels import Cache, FewRows, WholeStep, attends, most_rows
+from outrider.target.paged_attention import MOST_SEEN, Plan, Reader, available, bits_of, plan
+from outrider.target.paged_attention import attend as attend_pages
 from outrider.utils.measure import on_device
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ class PagedKV:
         pools: (keys [L, K, S, E], values [L, K, S, E]) of every run of layers of equal shape, in order; mostly one.
         layers: (keys [K, S, E], values [K, S, E]) of every layer, views of `pools`.
         latent: whether keys and values are latents, [1, S, kv_lora_rank] and [1, S, qk_rope_head_dim].
-        spare_slot: slot after those of all blocks, into which padding rows write; on a GPU only.
+        spare_slot: slot after those of all blocks, into which padding rows write (target/graphs.py); on a GPU only.
         aux_SLD: aux hidden states of the token in each slot, where a drafter may read those of a cached prefix
             (decoding/prefix_cache.py); else L is 0.
 
@@ -94,11 +96,10 @@ class PagedKV:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.latent = getattr(config, "kv_lora_rank", None) is not None
         kept = [_kept_per_slot(getattr(layer, "self_attn", None), config) for layer in target.decoder.layers]
-        # Not zeroed on a CPU: the system allocates memory at the first write of a block (`claim`), and a slot is
-        # written before it is read. A GPU also reads masked slots (target/graphs.py), and needs a spare block.
+        # Not zeroed: a slot is written before it is read, and on a CPU the system allocates memory at the first write
+        # of a block (`claim`).
         self.spare_slot = num_blocks * block_size
-        padded = target.device.type == "cuda"
-        slots = self.spare_slot + (block_size if padded else 0)
+        slots = self.spare_slot + (block_size if target.device.type == "cuda" else 0)
         self.pools: list[tuple[Tensor, Tensor]] = []
         for (K, *dims), run in groupby(kept):
             L = len(list(run))
@@ -106,8 +107,6 @@ class PagedKV:
             self.pools.append((keys, values))
         self.layers = [layer for keys, values in self.pools for layer in zip(keys, values, strict=True)]
         self.aux_SLD = target.embed_VD.new_empty(self.spare_slot, aux_layers, target.hidden_size)
-        if padded:
-            self.claim()
 
     @property
     def device(self) -> torch.device:
@@ -256,9 +255,10 @@ def _check_layers(config: PretrainedConfig) -> None:
 #     attend     softmax(q_s K_s^T + causal) V_s   per span s, over [its cached tokens ; itself]
 #
 # Embeddings, norms, projections and MLPs run on all rows at once; attention treats every request as if it were alone.
-# Spans of few rows, which decode, take one compiled call per layer if available (target/kernels.py). Others run span by
-# span: if the slots of a span are consecutive its keys are a view of the pool, otherwise they are gathered. This loop
-# runs (layers x requests) times a step, so slots, masks and views, which do not depend on the layer, are made once.
+# On a GPU one call per layer attends for all spans (target/paged_attention.py). On a CPU spans of few rows, which
+# decode, take one compiled call per layer if available (target/kernels.py). Others run span by span: if the slots of a
+# span are consecutive its keys are a view of the pool, otherwise they are gathered. This loop runs (layers x requests)
+# times a step, so slots, masks and views, which do not depend on the layer, are made once.
 # Latents are expanded to keys and values span by span in every step, as in `transformers`: the pool stays small, and
 # only one request's keys exist at a time.
 #
@@ -306,6 +306,9 @@ class RaggedStep:
         self._few = [i for i, span in enumerate(spans) if len(span.tokens) <= self._most_rows]
         self._few_rows: dict[int | None, FewRows] = {}
         self._contexts: dict[tuple[int, int | None, int], _Context] = {}
+        small = all(span.parents is None or len(span.tokens) <= MOST_SEEN for span in spans)
+        self._pages = small and available(kv.device, kv.dtype)
+        self._plans: dict[tuple[int | None, int], Plan] = {}
 
     @property
     def latent(self) -> bool:
@@ -345,6 +348,12 @@ class RaggedStep:
         if expand is None:
             self.update(k, v, layer)
         keys_KSE, values_KSE = self._kv.layers[layer]
+        if self._pages and expand is None:
+            q_THE, made = q[0].transpose(0, 1), self._plan(window, groups=G)
+            out_THE = attend_pages(
+                q_THE, keys_KSE, values_KSE, plan=made, scale=scale, softcap=softcap, sinks_H=sinks_H
+            )
+            return out_THE.transpose(0, 1)[None]
 
         def attend_span(index: int, q_span: Tensor) -> Tensor:
             context = self._context(index, window, groups=G)
@@ -379,6 +388,16 @@ class RaggedStep:
             return None
         return WholeStep(self._few_rows_of(None), lambda layer: Cache(*self._kv.layers[layer], self._slots_T))
 
+    def _plan(self, window: int | None, groups: int) -> Plan:
+        """Return the work of `attend_pages` under a sliding window, cached."""
+        key = window, groups
+        if key not in self._plans:
+            page_size = self._kv.block_size
+            host = plan([reader_of(span, page_size) for span in self.spans], groups, page_size, window=window)
+            numbers = on_device(torch.from_numpy(host.numbers), self._kv.device)
+            self._plans[key] = Plan.of(numbers, host.sizes, page_size, window=window, split=host.split)
+        return self._plans[key]
+
     def _few_rows_of(self, window: int | None) -> FewRows:
         """Return the spans of few rows under a sliding window, cached by window."""
         if window not in self._few_rows:
@@ -400,6 +419,12 @@ class RaggedStep:
         if key not in self._contexts:
             self._contexts[key] = _context(self.spans[index], self._kv, window, groups=groups)
         return self._contexts[key]
+
+
+def reader_of(span: Span, block_size: int) -> Reader:
+    """Return what the rows of a span read."""
+    sees_T = None if span.parents is None else bits_of(Branches.of(span.parents))
+    return Reader(span.past, _positions(span), span.blocks[: -(-span.end // block_size)], sees_T)
 
 
 def _positions(span: Span) -> Sequence[int]:
