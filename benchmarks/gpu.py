@@ -8,8 +8,8 @@ its prediction. A part begins only while its minutes are left, so that one comma
 The target has random weights in the shape of Qwen3-8B, made on the device: what a step costs does not depend on values.
     tests        pytest -m cuda
     decoding     a plain step and a DSpark round of 1, 8 and 32 users, with CUDA graphs and without; waits of the host
-    prototypes   attention of 32 users by one masked call on gathered keys, and by FlashAttention's varlen call on the
-                 pool; the head's products with float32 results
+    prototypes   attention of 32 users by our paged call, by FlashAttention's varlen call on contiguous keys, and by one
+                 masked call on gathered keys; the head's products with float32 results
     training     steps of a DSpark of five layers at 2,048 anchors, by part; compilations
     compiled     the same steps with compiled draft layers, on a GPU alone
 """
@@ -43,6 +43,7 @@ from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import UNCALIBRATED, DrafterWeights
 from outrider.target.model import Target
+from outrider.target.paged_attention import Plan, Reader, attend, plan
 from outrider.training.features import Features, logit_summary
 from outrider.training.objective import BlockObjective
 from outrider.training.parallel import Ranks
@@ -105,10 +106,11 @@ def predictions(size: str, kind: str) -> dict[str, Prediction]:
         "plain step, 1 user, eager": Prediction(max(read, 704 * fast), 1.5 * max(read, 704 * slow), "704 launches"),
         "plain step, 1 user, graph": Prediction(read, 1.5 * read, "weights are read once"),
         "plain step, 8 users, graph": Prediction(read, 1.7 * read, "weights once, keys of 8 contexts"),
-        "plain step, 32 users, graph": Prediction(read, 2.5 * read, "gathered keys of 32 contexts"),
-        "dspark round, 1 user, graph": Prediction(read + 253 * fast, 1.6 * read + 253 * slow, "253 launches to draft"),
+        "plain step, 32 users, graph": Prediction(read, 2.5 * read, "keys of 32 contexts"),
+        "dspark round, 1 user, graph": Prediction(read + 251 * fast, 1.6 * read + 251 * slow, "251 launches to draft"),
         "dspark round, 32 users, graph": Prediction(read + 1600 * fast, 3 * read + 1600 * slow, "a call a request"),
-        "varlen call / gathered call, 32 users": Prediction(0.2, 0.8, "keys are read in place"),
+        "paged call / gathered call, 32 users": Prediction(0.15, 0.6, "gathered keys are read, written and read again"),
+        "paged call / varlen call, 32 users": Prediction(0.8, 2.0, "Triton against FlashAttention, same keys"),
         "float32 head / bfloat16 products with float32 sums": Prediction(3, 12, "tensor cores against float32"),
     }
 
@@ -176,7 +178,7 @@ def decoding(target: Target, size: str) -> dict[str, float]:
 
 
 def prototypes(target: Target) -> dict[str, float]:
-    """What could take the place of the masked call and of a float32 head, beside them."""
+    """Attention as it is and what could take its place, and what stands in for a float32 head."""
     device, config = target.device, target.config
     users, rows, keys = 32, 8, min(2048, target.max_context)
     K, G, E = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads, config.head_dim
@@ -199,12 +201,23 @@ def prototypes(target: Target) -> dict[str, float]:
         )[0]
         return found
 
+    page = 16
+    pages = list(reversed(range(users * keys // page)))
+    tables = [pages[user * keys // page : (user + 1) * keys // page] for user in range(users)]
+    host = plan([Reader(keys - rows, range(keys - rows, keys), table) for table in tables], G, page)
+    made = Plan.of(torch.from_numpy(host.numbers).to(device), host.sizes, page, split=host.split)
+
+    def paged() -> Tensor:
+        return attend(q, pool[0], pool[1], plan=made)
+
     hidden = torch.randn(2048, target.hidden_size, dtype=target.dtype, device=device)
     weight32 = target.head_VD.float() if device.type == "cuda" else target.head_VD[:64].float()
     found = {"gathered call": seconds_of(gathered, device, 10)}
     if device.type == "cuda":
         found["varlen call"] = seconds_of(varlen, device, 10)
-        found["varlen call / gathered call, 32 users"] = found["varlen call"] / found["gathered call"]
+        found["paged call"] = seconds_of(paged, device, 10)
+        for other in ("varlen call", "gathered call"):
+            found[f"paged call / {other}, 32 users"] = found["paged call"] / found[other]
         wide = seconds_of(lambda: torch.mm(hidden, target.head_VD.T, out_dtype=torch.float32), device, 10)
         narrow = seconds_of(lambda: hidden.float() @ weight32.T, device, 10)
         found["float32 head / bfloat16 products with float32 sums"] = narrow / wide

@@ -2,6 +2,7 @@
 
     python -m benchmarks.serving load --minutes 10 --out soak.json
     python -m benchmarks.serving overhead --out overhead.json
+    python -m benchmarks.serving chat --out chat.json
 
 `load`: streaming clients of `outrider serve` ask for greedy answers, and some of them disconnect on the way. Every
 finished answer is compared with plain decoding of its prompt alone; a difference is a tie where the logits are one.
@@ -13,6 +14,9 @@ quarter of the time to the last memory may grow by `--most-growth` and no more.
 their answers are complete, which is what the server itself costs; and through HTTP with clients that read every event
 as it comes, on the same cores. One process computes while the other waits. `loop_percent` is the processor time of the
 server's event loop as a share of its runs, a figure that other work on the machine hardly changes.
+
+`chat`: seconds to the first token of a third turn whose history the prefix cache has, and of the same under a salt of
+its own, which it has not.
 """
 
 from __future__ import annotations
@@ -89,11 +93,11 @@ class Server:
 
 
 @contextmanager
-def serving(target: str, threads: int) -> Iterator[Server]:
-    """`outrider serve` of a target with its drafter, until the end."""
+def serving(target: str, threads: int, *more: str) -> Iterator[Server]:
+    """`outrider serve` of a target with its drafter and more options, until the end."""
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
-    options = ["--target", target, "--port", str(port), "--threads", str(threads)]
+    options = ["--target", target, "--port", str(port), "--threads", str(threads), *more]
     with subprocess.Popen([sys.executable, "-m", "outrider.cli.main", "serve", *options]) as process:
         try:
             until = time.monotonic() + _PATIENCE
@@ -310,7 +314,7 @@ def overhead(
 ) -> None:
     """Seconds of the same greedy requests through the engine and through HTTP, in turns: A B C A B C ..."""
     set_up(threads)
-    with serving(target, threads) as server:
+    with serving(target, threads, "--no-prefix-cache") as server:  # the same prompts come again and again
         built = build_server(
             outrider.load(target),
             EngineConfig(),
@@ -356,7 +360,66 @@ def percent_over(alone: Sequence[float], through: Sequence[float]) -> dict[str, 
 
 
 # ----------------------------------------------------------------------------
-# Both.
+# Chat.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a turn was answered, how much of its prompt was cached, and the seconds to its first token."""
+
+    tokens: list[int]
+    cached: int
+    first: float
+
+
+async def answer(port: int, prompt: Sequence[int], tokens: int, salt: str) -> Answer:
+    """Ask for so many tokens."""
+    found, cached, first, started = list[int](), 0, 0.0, time.perf_counter()
+    asked = {**asked_for(prompt, tokens), "cache_salt": salt, "stream_options": {"include_usage": True}}
+    async for event in events(port, asked):
+        first = first or time.perf_counter() - started
+        data = json.loads(event)
+        found += [token for choice in data["choices"] for token in choice["token_ids"]]
+        if usage := data.get("usage"):
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return Answer(found, cached, first)
+
+
+@app.command()
+def chat(
+    tokens: Annotated[int, typer.Option(help="of an answer")] = 128,
+    repeats: Annotated[int, typer.Option(help="chats")] = 8,
+    target: Annotated[str, typer.Option(help="directory or id")] = EMBEDDED_ID,
+    threads: Annotated[int, typer.Option(help="of the server")] = 2,
+    out: Annotated[Path | None, typer.Option(help="JSON file of the figures")] = None,
+) -> None:
+    """Seconds to the first token of a third turn, with its history in the prefix cache and without, in turns."""
+    questions = tokenized(outrider.load(target, None).target, 3 * repeats)
+    found: dict[str, list[float]] = {"cached": [], "whole": []}
+    lengths = []
+    with serving(target, threads) as server:
+        for number in range(repeats):
+            history = list[int]()
+            for question in questions[3 * number : 3 * number + 2]:
+                history += question
+                history += asyncio.run(answer(server.port, history, tokens, f"chat {number}")).tokens
+            history += questions[3 * number + 2]
+            salts = {"cached": f"chat {number}", "whole": f"alone {number}"}
+            said = []
+            for side in sorted(salts, reverse=number % 2 == 1):
+                last = asyncio.run(answer(server.port, history, tokens, salts[side]))
+                found[side].append(round(last.first, 4))
+                said.append(last.tokens)
+                assert (last.cached > 0) == (side == "cached"), f"{last.cached} of {len(history)} tokens were cached"
+            lengths.append({"prompt": len(history), "same": said[0] == said[1]})
+    medians = {side: round(statistics.median(seconds), 4) for side, seconds in found.items()}
+    typer.echo(json.dumps(medians))
+    keep(out, {"tokens": tokens, "threads": threads, "seconds": found, "medians": medians, "chats": lengths})
+
+
+# ----------------------------------------------------------------------------
+# All.
 # ----------------------------------------------------------------------------
 
 

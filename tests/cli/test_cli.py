@@ -217,6 +217,7 @@ def test_every_option_of_serve_can_be_in_its_file(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "target": "mine", "drafter": "ngram@4", "host": "::1", "port": 8001, "name": "m", "thinking": True,
         "max-requests": 3, "max-waiting": 0, "max-new-tokens": 9, "kv-tokens": 64, "token-budget": 5,
+        "prefix-cache": True,
         "profile": "profiles/one.json", "tree": "8,depth=2", "device": "cpu", "threads": 1, "engine": "vllm",
         "launch": True, "engine-dtype": "float32", "engine-python": "python3", "engine-command": "mine",
         "engine-args": "--seed 1", "lookup": ["mine", "texts.txt"], "lookup-responses": 7,
@@ -670,8 +671,12 @@ def test_names_and_defaults_that_help_writes_out_are_the_ones_in_use() -> None:
     assert set(named.split(", ")) <= set(tree_methods())
     assert list(BACKENDS) == ["local", "transformers", *(engine.name for engine in servers()), "mlx"]
     assert cfg.EXPORTERS.split(", ") == [engine.name for engine in exporters()]
-    for verb in ("bench", "simulate", "serve"):
+    for verb in ("bench", "simulate"):
         assert {param.name: param.default for param in parser(verb).params}["token_budget"] == EngineConfig.token_budget
+    shown = {param.name: param.show_default for param in parser("serve").params}
+    usual = EngineConfig()
+    assert shown["max_requests"] == str(usual.max_requests) and shown["token_budget"] == str(usual.token_budget)
+    assert shown["kv_tokens"] == str(usual.num_blocks * usual.block_size)
 
 
 def test_the_version_is_the_package_s(run: Run) -> None:

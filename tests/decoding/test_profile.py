@@ -473,6 +473,22 @@ def test_jobs_take_turns_and_end_in_time() -> None:
     assert all(sorted(s) == list(range(6)) for s in sweeps) and len({tuple(s) for s in sweeps}) == 3
 
 
+def test_tokens_are_divided_evenly_and_unevenly_in_turn() -> None:
+    target = toy_target()
+    asked: list[list[int]] = []
+
+    def forward_ragged(spans: list[Span], kv: PagedKV, aux_layers: tuple[int, ...]) -> None:
+        asked.append([len(span.tokens) for span in spans])
+        assert all(len(span.blocks) * 16 >= span.end for span in spans)
+
+    target.forward_ragged = forward_ragged  # type: ignore[method-assign,assignment]
+    jobs = forward_jobs(target, (), [(3, 10, 28), (4, 4, 8), (2, 13, 8)], 6)
+    for job in jobs.values():
+        for _ in range(3):
+            job()
+    assert asked == [[4, 3, 3], [6, 3, 1], [4, 3, 3], *[[1, 1, 1, 1]] * 3, *[[7, 6]] * 3]
+
+
 def test_a_request_verifies_a_block_at_most_and_prefills_beyond() -> None:
     target = toy_target()
     asked: list[list[Span]] = []

@@ -12,8 +12,9 @@
                 wait or a copy from the host while recording is a RuntimeError
 
 To PyTorch's C++ a `DeviceTensor` is a CPU tensor, so that autograd runs through it; Python's `device` says cuda:0. What
-CUDA computes in one kernel and the CPU in several (RMSNorm, attention) is one launch where gradients are off. Kernels
-that only a GPU has (Triton's, compiled FlexAttention) are not simulated: a test puts one operation in their place.
+CUDA computes in one kernel and the CPU in several (RMSNorm, attention) is one launch where gradients are off. Paged
+attention is an operation in place of its Triton kernels. Others that only a GPU has (Triton's loss, compiled
+FlexAttention) are not simulated: a test puts one operation in their place.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+import outrider.target.paged_attention as paged_attention
+from outrider.target.paged_attention import Plan, Reader
+from tests.toys.paged_reference import dense
 
 CUDA = torch.device("cuda", 0)
 
@@ -533,6 +538,73 @@ def _counts() -> Counts:
     return _device.counts
 
 
+# ----------------------------------------------------------------------------
+# Paged attention (target/paged_attention.py), computed densely from what its plan says. It is an operation, so that
+# graphs record it and read the plan of their replay.
+# ----------------------------------------------------------------------------
+
+_library = torch.library.Library("simulated", "DEF")
+_library.define(
+    "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor rows, Tensor requests, Tensor items, Tensor pages, "
+    "Tensor? sinks, Tensor(a!) out, int page_size, int? window, bool drafts, float scale, float? softcap) -> ()"
+)
+
+
+def _attend_densely(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    requests: Tensor,
+    items: Tensor,
+    pages: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    *own: Any,
+) -> None:
+    page_size, window, drafts, scale, softcap = own
+    readers, first = [], 0
+    for first_row, count, past, first_page, slots, _ in requests[requests[:, 1] > 0].tolist():
+        assert first_row == first, "rows of requests follow each other"
+        positions, sees, _ = rows[first : (first := first + count)].T
+        used = -(-min(past + count, slots or past + count) // page_size)
+        table = pages[first_page : first_page + used].tolist()
+        readers.append(Reader(past, positions.tolist(), table, sees.numpy(), slots))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out[:first] = dense(
+        q[:first].to(wide),
+        keys.to(wide),
+        values.to(wide),
+        readers=readers,
+        page_size=page_size,
+        window=window,
+        drafts=drafts,
+        scale=scale,
+        softcap=softcap,
+        sinks_H=sinks,
+    )
+
+
+_library.impl("paged_attention", _attend_densely, "CPU")
+
+
+def _paged_attention(
+    q_THE: Tensor,
+    keys_KSE: Tensor,
+    values_KSE: Tensor,
+    *,
+    plan: Plan,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+    out_THE: Tensor,
+) -> None:
+    tables = plan.rows_T3, plan.requests_R6, plan.items_W4, plan.pages_P
+    options = plan.page_size, plan.window, plan.drafts, scale, softcap
+    torch.ops.simulated.paged_attention(q_THE, keys_KSE, values_KSE, *tables, sinks_H, out_THE, *options)
+    _counts().operations["combine"] += plan.split
+
+
 _grouped: Any = torch._C._group_tensors_by_device_and_dtype
 
 
@@ -580,6 +652,8 @@ def simulated_device() -> Iterator[SimulatedDevice]:
             ("graph_pool_handle", lambda: (0, 0)),
         ):
             stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(paged_attention, "_kernel", lambda: _paged_attention))
+        stack.enter_context(patch.object(paged_attention, "_has_triton", lambda: True))
         stack.enter_context(patch.object(torch, "autocast", _Autocast))
         stack.enter_context(patch.object(threading.Thread, "run", _run_with_device))
         stack.enter_context(patch.object(torch._C, "_group_tensors_by_device_and_dtype", _group_tensors))

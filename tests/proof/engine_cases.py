@@ -166,6 +166,7 @@ class Unsure(WrappedDrafter):
 # Slots for all that two requests may hold, or for so little that the second is preempted.
 ROOMY = EngineConfig(max_requests=2, token_budget=16, block_size=2, num_blocks=12)
 TIGHT = EngineConfig(max_requests=2, token_budget=16, block_size=1, num_blocks=6)
+CACHED = EngineConfig(max_requests=2, token_budget=16, block_size=1, num_blocks=24, prefix_cache=True)
 PROMPTS: list[Tokens] = [(0,), (1, 1)]
 PARAMS = [
     SamplingParams(temperature=0.8, repetition_penalty=1.3, seed=2, presence_penalty=0.4, frequency_penalty=0.3),
@@ -227,7 +228,8 @@ class TinyLanguage:
 class Case:
     """What is enumerated: two requests in the engine, of so many new `tokens` each, or one in `stream`.
 
-    The first follows `language`, if any, and ends with the language's last token.
+    The first follows `language`, if any, and ends with the language's last token. `read`: prompts that the engine has
+    answered before, greedily and without drafts.
     """
 
     policy: Policy = field(default_factory=FixedPolicy)
@@ -238,6 +240,8 @@ class Case:
     tokens: tuple[int, ...] = (4, 3)
     vocab: int = 2
     language: TinyLanguage | None = None
+    prompts: Sequence[Tokens] = tuple(PROMPTS)
+    read: Sequence[Tokens] = ()
 
     @property
     def grammar(self) -> Grammar | None:
@@ -256,7 +260,9 @@ class Case:
             config=self.config,
             randomness=EnumeratedUniforms(trace).randomness,
         )
-        parts = zip(PROMPTS, self.params, self.tokens, strict=False)
+        for prompt in self.read:
+            finish(engine, [Request("read", prompt, rules=StopRules(2, ()), most_drafts=0)])
+        parts = zip(self.prompts, self.params, self.tokens, strict=False)
         requests = [
             Request(str(r), prompt, params, StopRules(count, ()), grammar=None if r else self.grammar)
             for r, (prompt, params, count) in enumerate(parts)
@@ -281,27 +287,56 @@ class Case:
     def expected(self) -> Distribution:
         """Every request's tokens drawn one by one from the target, the requests independent."""
         joint: Distribution = {(): 1.0}
-        for r, (prompt, params, count) in enumerate(zip(PROMPTS, self.params, self.tokens, strict=False)):
-            language = None if r else self.language
-
-            def row(
-                context: Tokens,
-                params: SamplingParams = params,
-                prompt: Tokens = prompt,
-                language: TinyLanguage | None = language,
-            ) -> Tensor:
-                said = context[len(prompt) :]
-                seen = SeenTokens(self.vocab, params, prompt, output=said)
-                logits_V = next_logits(target(self.vocab), context)
-                if language is not None:
-                    logits_V = logits_V.masked_fill(~language.allowed(said), -torch.inf)
-                return warp(logits_V, params, seen.with_tokens())
-
-            own = exact_target_distribution(row, [prompt], count)
-            if language is not None:
-                own = language.ended(own)
+        for r, prompt in enumerate(self.prompts[: len(self.tokens)]):
+            own = self.answers(r, prompt)
             joint = {(*a, *b): p * q for (a, p), (b, q) in product(joint.items(), own.items())}
         return joint
+
+    def answers(self, r: int, prompt: Tokens) -> Distribution:
+        """What request r may be answered after a prompt."""
+        params, language = self.params[r], None if r else self.language
+
+        def row(context: Tokens) -> Tensor:
+            said = context[len(prompt) :]
+            seen = SeenTokens(self.vocab, params, prompt, output=said)
+            logits_V = next_logits(target(self.vocab), context)
+            if language is not None:
+                logits_V = logits_V.masked_fill(~language.allowed(said), -torch.inf)
+            return warp(logits_V, params, seen.with_tokens())
+
+        own = exact_target_distribution(row, [prompt], self.tokens[r])
+        return own if language is None else language.ended(own)
+
+
+@dataclass(frozen=True)
+class Chat(Case):
+    """Two turns in one engine with a prefix cache: the second prompt is all that was said before, and a token more."""
+
+    config: EngineConfig = CACHED
+    tokens: tuple[int, ...] = (4, 2)
+
+    def in_engine(self, trace: EnumeratingSource) -> tuple[Tokens, ...]:
+        engine = Engine(
+            target(self.vocab),
+            drafter(self.kind, self.vocab),
+            self.policy,
+            config=self.config,
+            randomness=EnumeratedUniforms(trace).randomness,
+        )
+        said: list[Tokens] = []
+        for params, count in zip(self.params, self.tokens, strict=True):
+            prompt = self.prompts[0] if not said else self._second(said[0])
+            (answer,) = finish(engine, [Request("turn", prompt, params, StopRules(count, ()))]).values()
+            said.append(tuple(answer))
+        return tuple(said)
+
+    def expected(self) -> Distribution:
+        first = self.answers(0, self.prompts[0])
+        turns = {said: self.answers(1, self._second(said)) for (said,) in first}
+        return {(a, b): p * q for (a,), p in first.items() for (b,), q in turns[a].items()}
+
+    def _second(self, said: Tokens) -> Tokens:
+        return (*self.prompts[0], *said, 1)
 
 
 @dataclass

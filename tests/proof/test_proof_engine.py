@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 import outrider.decoding.acceptance as acceptance_module
 import outrider.decoding.engine as engine_module
+import outrider.decoding.prefix_cache as prefix_cache_module
 from outrider.decoding.cost import Floats, Ints, SpsTable
 from outrider.decoding.drafting import Drafted, Drafting
 from outrider.decoding.engine import Engine, Step
@@ -32,12 +34,12 @@ from outrider.decoding.policies import (
     ThresholdPolicy,
 )
 from outrider.decoding.request import RequestState
-from outrider.decoding.scheduler import EngineConfig
+from outrider.decoding.scheduler import BlockAllocator, EngineConfig
 from outrider.drafters.draft import Draft
 from outrider.sampling import SeenTokens
 from outrider.target.paged import PagedKV
 from tests.proof.cases import BY_NAME, TABLES, VISIBLE, DraftsCost, Watched, WatchedGate
-from tests.proof.engine_cases import ROOMY, TIGHT, Case, Tally, next_logits, target
+from tests.proof.engine_cases import CACHED, ROOMY, TIGHT, Case, Chat, Tally, next_logits, target
 from tests.toys.oracle import drafted_with
 
 TOLERANCE = 1e-10
@@ -190,6 +192,37 @@ def test_coupled_sampling(kind: str, tally: Tally) -> None:
     assert tally.deviation(case, case.in_engine) <= TOLERANCE
 
 
+@pytest.fixture
+def hits(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often so many blocks of a prompt were in the prefix cache."""
+    found, share = Counter[int](), BlockAllocator.share
+
+    def counted(self: BlockAllocator, keys: Sequence[bytes]) -> list[int]:
+        blocks = share(self, keys)
+        found[len(blocks)] += 1
+        return blocks
+
+    monkeypatch.setattr(BlockAllocator, "share", counted)
+    return found
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chat_whose_history_is_cached(kind: str, coupled: bool, tally: Tally, hits: Counter[int]) -> None:
+    case = Chat(POLICIES["prefix"], kind, coupled=coupled)
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    assert hits[3]  # of the prompt and of two drawn tokens
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_preempted_requests_find_their_blocks_again(
+    coupled: bool, tally: Tally, preemptions: Preemptions, hits: Counter[int]
+) -> None:
+    case = Case(POLICIES["threshold"], config=replace(TIGHT, prefix_cache=True), coupled=coupled)
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    assert preemptions.count and hits[2]
+
+
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", POLICIES)
@@ -338,6 +371,19 @@ def test_mutation_the_keys_of_an_accepted_path_stay_where_they_were(
 ) -> None:
     monkeypatch.setattr(PagedKV, "keep_paths", lambda self, kept: None)
     assert broken(Case(kind="drawn", tokens=(4,)), where) > VISIBLE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mutation_a_cached_block_is_found_by_its_own_tokens_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second block is that of another text, where it is the first: its keys have other positions."""
+    config = replace(CACHED, block_size=2)
+    case = Case(
+        kind=kind, config=config, tokens=(2,), prompts=[(0, 0, 0, 1, 1)], read=[(0, 0, 1, 1, 0), (0, 1, 1, 1, 0)]
+    )
+    assert broken(case) <= TOLERANCE
+    key = prefix_cache_module.block_key
+    monkeypatch.setattr(prefix_cache_module, "block_key", lambda before, tokens: key(b"", tokens))
+    assert broken(case) > VISIBLE
 
 
 @pytest.mark.parametrize("where", AT)

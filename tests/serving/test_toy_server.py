@@ -276,6 +276,30 @@ def test_metrics_of_two_servers_can_be_summed(model: Model) -> None:
     assert total("time_to_first_token_seconds_bucket", le="+Inf") == len(told)
 
 
+def test_prompts_that_begin_alike_are_read_once_for_each_salt(model: Model) -> None:
+    """Usage of whole answers and streams tells it, and the counters sum it; without the cache there are none."""
+    asked = {**ASKED, "prompt": "abcdefgh" * 5}
+    with serving(model) as served:
+
+        def found(**more: Any) -> int:
+            usage = served.post("/v1/completions", **asked, **more).json()["usage"]
+            assert usage["prompt_tokens"] == 40
+            cached: int = usage["prompt_tokens_details"]["cached_tokens"]
+            return cached
+
+        assert [found(), found(), found(cache_salt="a"), found(cache_salt="a"), found(n=2)] == [0, 32, 0, 32, 32]
+        hits = served.metric("prefix_cache_hits_total")
+        assert hits == 4 * 32 and served.metric("prefix_cache_queries_total") == 6 * 40
+        body = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+        last = served.post("/v1/completions", **body).text.split("data: ")[-2]
+        assert json.loads(last)["usage"]["prompt_tokens_details"] == {"cached_tokens": 32}
+    with serving(model, EngineConfig()) as served:
+        assert [served.post("/v1/completions", **asked).json()["usage"]["prompt_tokens_details"] for _ in "ab"] == [
+            {"cached_tokens": 0}
+        ] * 2
+        assert "prefix_cache" not in served.get("/metrics").text
+
+
 def test_keys_are_asked_for_where_one_is_set(model: Model) -> None:
     with serving(model, key="secret") as served:
         for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):

@@ -18,7 +18,7 @@ from outrider.decoding.scheduler import EngineConfig
 from outrider.target.hf import ragged_attention
 from outrider.target.kernels import kernels_available
 from outrider.target.model import Target
-from outrider.target.paged import PagedKV, RaggedStep, Span
+from outrider.target.paged import PagedKV, RaggedStep, Span, in_pieces
 from tests.toys.ragged import BLOCK, BLOCKS, RAGGED_AUX_LAYERS, ragged_difference, run_alone, run_ragged
 from tests.toys.targets import TOY_CONFIGS, toy_target
 
@@ -225,3 +225,15 @@ def test_smollm_is_computed_to_the_last_bit_as_alone(smollm: Target) -> None:
     alone, tokens = run_alone(smollm)
     for x, y in zip(alone, run_ragged(smollm, tokens, BLOCKS), strict=True):
         assert torch.equal(x, y)
+
+
+def test_a_span_in_pieces_is_computed_as_in_one() -> None:
+    """In one forward, each piece over those before it; the last rows of the span have the logits."""
+    target, tokens, aux_layers = toy_target("qwen3"), [5 + i for i in range(23)], (0, 2)
+    span, other = Span(tokens, 0, [3, 1, 2, 5, 4, 0], logits=6), Span([7, 8], 0, [6], logits=2)
+    whole = target.forward_ragged([span, other], PagedKV(target, 8, BLOCK), aux_layers)
+    pieces = in_pieces([span, other], 5)
+    assert [len(piece.tokens) for piece in pieces] == [5, 5, 5, 5, 3, 2]
+    assert [piece.logits for piece in pieces] == [0, 0, 0, 3, 3, 2]
+    cut = target.forward_ragged(pieces, PagedKV(target, 8, BLOCK), aux_layers)
+    torch.testing.assert_close((cut.logits_NV, cut.aux_TLD), (whole.logits_NV, whole.aux_TLD), atol=1e-5, rtol=0)

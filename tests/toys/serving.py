@@ -82,7 +82,7 @@ def serving(
         patch.setattr(scheduling, "machine_profile", _refused)
         server = build_server(
             model,
-            config or EngineConfig(),
+            config or EngineConfig(prefix_cache=True),
             None,
             max_waiting=max_waiting,
             max_new_tokens=None,

@@ -23,6 +23,7 @@ import torch
 
 from outrider.decoding.drafting import Drafted, Drafting, DraftTurn, SchedulerState
 from outrider.decoding.policies import FixedPolicy, Policy, StepView
+from outrider.decoding.prefix_cache import add_keys
 from outrider.decoding.reports import report
 from outrider.decoding.request import FinishReason, Output, Request, RequestState, StepRecord, StopRules
 from outrider.decoding.scheduler import EngineConfig, Scheduler, StepPlan, Work
@@ -31,6 +32,7 @@ from outrider.decoding.verification import RoundResult, TypicalAcceptance, verif
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.drafters.draft import Draft
 from outrider.sampling import Randomness
+from outrider.target.graphs import MOST_PROMPT_ROWS
 from outrider.target.model import DecodingTarget, KVPool
 from outrider.utils.measure import Clock
 
@@ -38,15 +40,25 @@ _WARM_UP_TOKENS = 16  # of the prompt, and of the response
 _GPU_TOKEN_BUDGET = 4096  # rows of a step that keep a GPU busy
 
 
-def default_config(target: DecodingTarget) -> EngineConfig:
-    """`EngineConfig()` on a CPU. On a GPU steps are larger, and the KV pool holds `max_requests` full contexts, or what
-    a quarter of the free memory holds if that is less."""
-    usual = EngineConfig()
+def default_config(
+    target: DecodingTarget, max_requests: int = EngineConfig.max_requests, kept_aux: int = 0
+) -> EngineConfig:
+    """`EngineConfig()` for so many requests on a CPU. On a GPU steps are larger, prompts are read in pieces beside
+    requests that decode, and the KV pool holds `max_requests` full contexts, or what a quarter of the free memory holds
+    if that is less.
+
+    Args:
+        kept_aux: aux hidden states that are kept of every token (`Target.new_kv`).
+    """
+    usual = EngineConfig(max_requests, max(EngineConfig.token_budget, max_requests))
     if target.device.type != "cuda":
         return usual
-    fitting = torch.cuda.mem_get_info(target.device)[0] // 4 // max(1, target.new_kv(1, usual.block_size).block_bytes)
+    block_bytes = target.new_kv(1, usual.block_size, kept_aux).block_bytes
+    fitting = torch.cuda.mem_get_info(target.device)[0] // 4 // max(1, block_bytes)
     wanted = usual.max_requests * -(-target.max_context // usual.block_size)
-    return replace(usual, token_budget=_GPU_TOKEN_BUDGET, num_blocks=max(1, min(fitting, wanted)))
+    budget = max(_GPU_TOKEN_BUDGET, max_requests)
+    blocks = max(1, min(fitting, wanted))
+    return replace(usual, token_budget=budget, num_blocks=blocks, prompt_rows=MOST_PROMPT_ROWS)
 
 
 def config_for(requests: Sequence[Request], slots: int) -> EngineConfig:
@@ -108,8 +120,8 @@ class Engine:
         clock: seconds since some moment.
 
     Raises:
-        ValueError: a drafter of trees for a target that cannot verify them, or a target whose requests cannot be
-            decoded together.
+        ValueError: a drafter of trees for a target that cannot verify them, a target whose requests cannot be decoded
+            together, or a prefix cache for one whose prefixes are not in the KV blocks alone.
     """
 
     def __init__(
@@ -135,8 +147,11 @@ class Engine:
             target.check_trees()
         if self.config.max_requests > 1:
             target.check_batches()
+        if self.config.prefix_cache:
+            target.check_prefixes()
         self.scheduler = Scheduler(self.config, draft_slots(drafter), drafter is not None and drafter.trees)
-        self.kv = target.new_kv(self.config.num_blocks, self.config.block_size) if kv is None else kv
+        kept = len(self.aux_layers) if self.config.prefix_cache else 0
+        self.kv = target.new_kv(self.config.num_blocks, self.config.block_size, kept) if kv is None else kv
         self.last: StepRecord | None = None
         self._states: dict[str, RequestState] = {}
         self._requests: dict[str, Request] = {}
@@ -183,7 +198,10 @@ class Engine:
             randomness=self.randomness,
             grammar=request.grammar,
         )
-        self.scheduler.add(request.id, len(state.tokens), state.remaining, most_drafts=request.most_drafts)
+        keys: list[bytes] = []
+        if self.config.prefix_cache:
+            add_keys(keys, state.tokens, self.config.block_size, salt=request.cache_salt)
+        self.scheduler.add(request.id, len(state.tokens), state.remaining, most_drafts=request.most_drafts, keys=keys)
         self._states[request.id], self._requests[request.id] = state, request
 
     def cancel(self, id: str) -> bool:
@@ -240,6 +258,8 @@ class Engine:
                 self.drafting.open(self._states[id])
             except Exception as error:
                 failed[id] = error
+            else:
+                self._give_cached(id)
         turns = [
             DraftTurn(work.id, self._states[work.id], 0 if work.id in failed else work.limit)
             for work in plan.work
@@ -257,6 +277,15 @@ class Engine:
             draft_clock=Clock(self.target.device, self.clock),
             verify_clock=Clock(self.target.device, self.clock),
         )
+
+    def _give_cached(self, id: str) -> None:
+        """Give the drafter the tokens of a cached prefix, no more of them at once than of a prompt."""
+        at, state = self.scheduler.running[id], self._states[id]
+        for start in range(0, at.cached, self.config.token_budget):
+            end = min(at.cached, start + self.config.token_budget)
+            aux_TLD = self.kv.aux(at.blocks, start, end) if self.aux_layers else None
+            self.drafting.read([state])  # all but the last part; that waits for the rest of the prompt
+            self.drafting.committed(state, state.tokens[start:end], aux_TLD)
 
     def draft(self, step: Step) -> list[Draft]:
         """A draft of each request that decodes; positions from the first confidence below the policy's minimum on may
@@ -324,6 +353,11 @@ class Engine:
         if step.turns:
             self.drafting.observe(step.turns, step.drafted, view, results=[results.get(turn.id) for turn in step.turns])
         self._read(step, scores, kept)
+        if self.config.prefix_cache:
+            for id in kept:
+                salt = self._requests[id].cache_salt
+                add_keys(at[id].keys, self._states[id].tokens, self.config.block_size, salt=salt)
+                self.scheduler.keep(id)
         for output in outputs.values():
             if output.finish is not None:
                 self._forget(output.id)
@@ -369,6 +403,7 @@ class Engine:
                 reach=result.reach(len(tokens)),
                 confidences=result.draft.confidences if result.draft.is_chain else (),
                 origins=result.origins[: len(tokens)],
+                cached_tokens=self.scheduler.running[id].found or 0,
                 **reports.get(id, {}),
             )
         return outputs
@@ -392,11 +427,18 @@ class Engine:
             return
         states, at = [self._states[id] for id in kept], self.scheduler.running
         if len(kept) == scores.count:  # plain decoding of all, in this order
-            self.drafting.committed_one_each(states, [at[id].cached - 1 for id in kept], scores.aux_TLD)
+            aux = scores.aux_TLD
+            self.drafting.committed_one_each(states, [at[id].cached - 1 for id in kept], aux)
         else:
-            for (id, rows), aux_TLD in zip(kept.items(), scores.aux_of(kept), strict=True):
+            aux = scores.aux_of(kept)
+            counts = [len(rows) for rows in kept.values()]
+            # A tensor of its own each: with views, a request that does not draft would keep the rows of all.
+            parts = [None] * len(kept) if aux is None else [part.clone() for part in aux.split(counts)]
+            for id, count, aux_TLD in zip(kept, counts, parts, strict=True):
                 state, cached = self._states[id], at[id].cached
-                self.drafting.committed(state, state.tokens[cached - len(rows) : cached], aux_TLD)
+                self.drafting.committed(state, state.tokens[cached - count : cached], aux_TLD)
+        if self.config.prefix_cache and aux is not None:
+            self.kv.keep_aux([(at[id].blocks, at[id].cached, len(rows)) for id, rows in kept.items()], aux)
         with step.draft_clock:
             self.drafting.read_overdue(states)
 

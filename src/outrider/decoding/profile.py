@@ -7,8 +7,12 @@ Timed are target forwards over a grid, drafts, the drafter's reading, and the re
 
 R requests     1, 2, 4, ... and the most
 B tokens       R, 2 R, ... (drafts + 1) R, of large trees not every count; for R = 1 every count up to 32, where matrix
-               kernels change, and then chunks of prefill, which have logits only at their end
+               kernels change, and then chunks of prefill, which have logits only at their end; on a GPU also before
+               and after each count at which a step computes more rows (target/graphs.py)
 S context      cached tokens per request
+
+Requests have equally many tokens in every second sweep; in the others the first have as many as a request verifies at
+most, and the last one each: that is what policies choose.
 
 A sparse profile (`QUICK`) takes seconds: B = 1, 4, 16, ... for one request at the shortest context, and a few shapes
 that say what longer contexts and more requests add to those (decoding/cost.py, `ForwardTable`).
@@ -26,12 +30,12 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from hashlib import sha256
-from itertools import chain, product
+from itertools import chain, cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,7 @@ from outrider.decoding.request import Request, StepRecord, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.drafters.base import DraftCall, Drafter, draft_slots
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
+from outrider.target.graphs import computed_rows
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
 from outrider.utils.files import cache_dir
@@ -75,27 +80,45 @@ def forward_jobs(
     """Jobs of ragged target forwards; beyond `DENSE` tokens, with logits for the last `width` rows of a request only.
 
     A request's blocks are contiguous, as they mostly are in the engine. With `branching`, rows that may be an
-    anchor and its drafts (up to `width`) are trees in which every node has two children.
+    anchor and its drafts (up to `width`) are trees in which every node has two children. The calls of a job take the
+    two divisions of the tokens in turn.
     """
-    per_request = {(r, b, s): -(-(s + -(-b // r)) // _BLOCK_SIZE) for r, b, s in shapes}
+    per_request = {
+        (r, b, s): -(-(s + max(max(lengths) for lengths in _divisions(r, b, width))) // _BLOCK_SIZE)
+        for r, b, s in shapes
+    }
     kv = PagedKV(target, max(r * per_request[r, b, s] for r, b, s in shapes), _BLOCK_SIZE)
     for pool in chain.from_iterable(kv.pools):
         pool.uniform_(-1.0, 1.0)
     states = [target.new_states() for _ in range(max(r for r, _, _ in shapes))]
     jobs: Jobs = {}
     for r, b, s in shapes:
-        blocks, spans = per_request[r, b, s], []
-        for i in range(r):
-            tokens = _tokens(target, b // r + (i < b % r))
-            logits = len(tokens) if b <= DENSE else min(len(tokens), width)
-            parents = [(row - 1) // 2 for row in range(len(tokens))] if branching and len(tokens) <= width else None
-            own = list(range(i * blocks, (i + 1) * blocks))
-            spans.append(Span(tokens, s, own, logits=logits, parents=parents, states=states[i]))
-        jobs["forward", (r, b, s)] = _timed(target.device, partial(_forward, target, spans, kv, aux_layers=aux_layers))
+        blocks, steps = per_request[r, b, s], []
+        for lengths in _divisions(r, b, width):
+            spans = []
+            for i, count in enumerate(lengths):
+                tokens, own = _tokens(target, count), list(range(i * blocks, (i + 1) * blocks))
+                logits = count if b <= DENSE else min(count, width)
+                parents = [(row - 1) // 2 for row in range(count)] if branching and count <= width else None
+                spans.append(Span(tokens, s, own, logits=logits, parents=parents, states=states[i]))
+            steps.append(spans)
+        forward = partial(_forward, target, cycle(steps), kv, aux_layers=aux_layers)
+        jobs["forward", (r, b, s)] = _timed(target.device, forward)
     return jobs
 
 
-def _forward(target: Target, spans: Sequence[Span], kv: PagedKV, aux_layers: tuple[int, ...]) -> None:
+def _divisions(requests: int, tokens: int, width: int) -> list[list[int]]:
+    """Tokens of each request: equally many; and as many as fit into the first, if none has more than `width`."""
+    even = [tokens // requests + (i < tokens % requests) for i in range(requests)]
+    left, uneven = tokens - requests, []
+    for _ in range(requests):
+        uneven.append(1 + min(left, width - 1))
+        left -= uneven[-1] - 1
+    return [even] if left else [even, uneven]
+
+
+def _forward(target: Target, steps: Iterator[Sequence[Span]], kv: PagedKV, aux_layers: tuple[int, ...]) -> None:
+    spans = next(steps)
     for span in spans:
         if span.states is not None:
             span.states.assume(span.past)
@@ -244,14 +267,14 @@ def shape_digest(config: Any, tree: object = None) -> str:
     return sha256(repr((sorted(values.items()), tree)).encode()).hexdigest()[:8]
 
 
-def grid(config: ProfileConfig, width: int) -> list[Shape]:
-    """The shapes of the forwards to time, where a request verifies up to `width` rows."""
+def grid(config: ProfileConfig, width: int, jumps: Collection[int] = ()) -> list[Shape]:
+    """The shapes of the forwards to time, where a request verifies up to `width` rows; `jumps`: see the function."""
     if config.sparse:
-        return _sparse_grid(config, width)
+        return _sparse_grid(config, width, jumps)
     shapes = []
     widths = [k for k in range(1, width + 1) if k <= _EVERY or k % 8 == 0 or k == width]
     for r in config.requests:
-        counts = {r * k for k in widths}
+        counts = {r * k for k in widths} | {b for b in jumps if r < b <= r * width}
         if r == 1:
             counts |= {*range(1, DENSE + 1), *(DENSE << i for i in range(config.max_tokens.bit_length()))}
             counts.add(config.max_tokens)
@@ -259,14 +282,21 @@ def grid(config: ProfileConfig, width: int) -> list[Shape]:
     return shapes
 
 
-def _sparse_grid(config: ProfileConfig, width: int) -> list[Shape]:
+def jumps(target: Target, most: int) -> set[int]:
+    """The numbers of tokens, up to `most`, before and after which a step computes more rows; none on a CPU."""
+    if target.graphs is None:
+        return set()
+    return {b + i for b in range(1, most) if computed_rows(b) < computed_rows(b + 1) for i in (0, 1)}
+
+
+def _sparse_grid(config: ProfileConfig, width: int, jumps: Collection[int]) -> list[Shape]:
     """One request, shortest context: 1, 4, 16, ... tokens, `width` and the most; elsewhere the most, and one each."""
     most, shortest = config.max_tokens, min(config.contexts)
     shapes = []
     for s, r in product(sorted(config.contexts), config.requests):
         counts = {most} if r > 1 and s > shortest else {r, most}
         if r == 1 and s == shortest:
-            counts |= {min(width, most), *(1 << i for i in range(0, most.bit_length(), 2))}
+            counts |= {min(width, most), *(1 << i for i in range(0, most.bit_length(), 2)), *jumps}
         shapes += [(r, b, s) for b in sorted(counts)]
     return shapes
 
@@ -284,7 +314,7 @@ def measure_profile(
         ValueError: the contexts do not fit the target, or its family cannot be batched.
     """
     width = PLAIN_WIDTH if drafter is None else draft_slots(drafter) + 1
-    shapes = grid(config, width)
+    shapes = grid(config, width, jumps(target, config.max_tokens))
     longest = max(s + -(-b // r) for r, b, s in shapes)
     if longest > target.max_context:
         raise ValueError(

@@ -74,7 +74,7 @@ class Request:
     `most_drafts`: draft tokens of a step, 0 for plain decoding; None: as many as the drafter has. `logprobs`: its
     outputs tell the log-probability of each token and of so many of the likeliest; None: nothing. `trace`: its outputs
     tell what each round did, draft by draft. `grammar`: what its response must follow, compiled for the engine's
-    target; None: nothing.
+    target; None: nothing. `cache_salt`: it shares cached prefixes with requests of the same salt alone.
     """
 
     id: str
@@ -85,6 +85,7 @@ class Request:
     logprobs: int | None = None
     trace: bool = False
     grammar: Grammar | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Output:
         confidences: of the proposed drafts of a chain; () if the drafter has none.
         origins: where each token comes from.
         draft_seconds, verify_seconds, other_seconds: the request's share of the step.
+        cached_tokens: of its prompt, which the prefix cache had.
         logprobs, trace: of its tokens, if the request asked for them.
     """
 
@@ -132,6 +134,7 @@ class Output:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
+    cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
     trace: RoundTrace | None = None
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from outrider.decoding.prefix_cache import PrefixCache
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -29,6 +31,9 @@ class EngineConfig:
         num_blocks: of the KV pool; with `block_size`, how many tokens all running requests may hold.
         prompt_apart: a prompt is read without its last token, so that the first token has drafts already; else it comes
             with the prompt.
+        prompt_rows: most rows of prompts in a step in which others decode, so that these need not wait for a long
+            prompt; None: what the budget leaves.
+        prefix_cache: KV blocks of requests that have ended are kept for those that begin alike (prefix_cache.py).
     """
 
     max_requests: int = 32
@@ -36,6 +41,8 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int = 1024
     prompt_apart: bool = False
+    prompt_rows: int | None = None
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "token_budget", "block_size", "num_blocks"):
@@ -50,13 +57,20 @@ class EngineConfig:
 
 @dataclass
 class Progress:
-    """Progress of one request: `length` committed tokens, of which `cached` are in the KV pool, in `blocks`."""
+    """Progress of one request: `length` committed tokens, of which `cached` are in the KV pool, in `blocks`.
+
+    With a prefix cache it has the `keys` of the blocks that its tokens fill, `kept` of its blocks are in the cache, and
+    `found` of its tokens were there when it was first admitted.
+    """
 
     length: int
     capacity: int  # most committed tokens
     most_drafts: int  # of a step
+    keys: list[bytes] = field(default_factory=list)
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
+    kept: int = 0
+    found: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,8 +110,18 @@ class Scheduler:
         self.running: dict[str, Progress] = {}  # in order of arrival
         self.waiting: deque[tuple[str, Progress]] = deque()
 
-    def add(self, id: str, length: int, max_new_tokens: int, most_drafts: int | None = None) -> None:
+    def add(
+        self,
+        id: str,
+        length: int,
+        max_new_tokens: int,
+        most_drafts: int | None = None,
+        keys: Sequence[bytes] = (),
+    ) -> None:
         """Queue a request of `length` prompt tokens, with at most so many draft tokens a step; None: `draft_slots`.
+
+        Args:
+            keys: of the blocks that its prompt fills, to look for in the prefix cache.
 
         Raises:
             ValueError: it could never fit into the pool.
@@ -110,7 +134,7 @@ class Scheduler:
                 "num_blocks."
             )
         most = self.draft_slots if most_drafts is None else min(most_drafts, self.draft_slots)
-        self.waiting.append((id, Progress(length, capacity, most)))
+        self.waiting.append((id, Progress(length, capacity, most, keys=list(keys))))
 
     def remove(self, id: str) -> None:
         """Drop a request, finished or cancelled, and free its blocks; nothing happens where there is none of that
@@ -127,6 +151,8 @@ class Scheduler:
         preempted: list[str] = []
         limits = self._decoding_limits(preempted)
         budget = self.config.token_budget - sum(1 + limit for limit in limits.values())
+        if limits and self.config.prompt_rows is not None:
+            budget = min(budget, self.config.prompt_rows)
         admitted: list[str] = []
         work = [Work(id, 0, True, limit=limit) for id, limit in limits.items()]
         for id, progress in list(self.running.items()):
@@ -136,11 +162,15 @@ class Scheduler:
                 budget -= sum(one.prefill + one.decodes for one in part)
         while budget > 0 and self.waiting and not preempted and len(self.running) < self.config.max_requests:
             id, progress = self.waiting[0]
-            needed = self._blocks_for(progress.length)
+            shared = self.allocator.share(progress.keys[: (progress.length - 1) // self.config.block_size])
+            needed = self._blocks_for(progress.length) - len(shared)
             if needed > self.allocator.available:
+                self.allocator.release(shared)
                 break
             self.waiting.popleft()
-            progress.blocks = self.allocator.allocate(needed)
+            progress.blocks = shared + self.allocator.allocate(needed, shared[-1] if shared else None)
+            progress.kept, progress.cached = len(shared), len(shared) * self.config.block_size
+            progress.found = progress.cached if progress.found is None else progress.found
             self.running[id] = progress
             admitted.append(id)
             part = self._prefill(id, progress, budget)
@@ -157,6 +187,13 @@ class Scheduler:
         progress = self.running[id]
         progress.length += tokens
         progress.cached = progress.length - 1
+
+    def keep(self, id: str) -> None:
+        """Put the blocks that a request has filled into the prefix cache; it has their keys."""
+        progress = self.running[id]
+        for place in range(progress.kept, progress.cached // self.config.block_size):
+            self.allocator.prefixes.keep(progress.blocks[place], progress.keys[place])
+            progress.kept += 1
 
     def _prefill(self, id: str, progress: Progress, budget: int) -> list[Work]:
         """What is read of the prompt in this step: nothing if all but the anchor is read, and that comes apart."""
@@ -216,7 +253,7 @@ class Scheduler:
     def _preempt(self, id: str, preempted: list[str]) -> None:
         progress = self.running.pop(id)
         self.allocator.release(progress.blocks)
-        progress.blocks, progress.cached = [], 0
+        progress.blocks = []
         self.waiting.appendleft((id, progress))
         preempted.append(id)
 
@@ -230,6 +267,9 @@ class Scheduler:
 # | A A A . . . . | B B . . . . . . |     a new request starts in the middle of the largest gap, a growing one takes
 #                                         the block behind its last: most requests stay one run of blocks, which
 #                                         attention can view without copying. Correctness never depends on it.
+#
+# Requests that begin alike share blocks, so each block counts its holders. A block of the prefix cache that nobody
+# holds is available: it is evicted once no other block is free.
 # ----------------------------------------------------------------------------
 
 
@@ -240,8 +280,10 @@ class BlockAllocator:
         if total < 1:
             raise ValueError(f"num_blocks={total} must be at least 1.")
         self.total = total
+        self.prefixes = PrefixCache()
         self._free_N = np.ones(total, dtype=bool)
-        self.available = total
+        self._holders_N = np.zeros(total, dtype=np.int64)
+        self.available = total  # free, or idle in the prefix cache
 
     @property
     def used(self) -> int:
@@ -250,6 +292,8 @@ class BlockAllocator:
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """`count` blocks, continuing block `after` where possible; the caller has checked `available`."""
         assert count <= self.available, f"{count} blocks asked for, {self.available} free"
+        while count > self.available - len(self.prefixes.idle):
+            self._free_N[self.prefixes.evict()] = True
         found: list[int] = []
         while len(found) < count:
             wanted = count - len(found)
@@ -258,18 +302,35 @@ class BlockAllocator:
                 after = None
                 continue
             self._free_N[start : start + length] = False
+            self._holders_N[start : start + length] = 1
             found += range(start, start + length)
             after = found[-1]
         self.available -= count
         return found
 
+    def share(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest beginning of these keys that is in the prefix cache, held once more."""
+        blocks = self.prefixes.find(keys)
+        for block in blocks:
+            if not self._holders_N[block]:
+                del self.prefixes.idle[block]
+                self.available -= 1
+            self._holders_N[block] += 1
+        return blocks
+
     def release(self, blocks: Sequence[int]) -> None:
-        """Give blocks back."""
+        """Give blocks back, which belong to one request in the order of its positions."""
         if len(blocks):
             index = np.asarray(blocks)
-            assert not self._free_N[index].any() and len(set(blocks)) == len(blocks), f"blocks {blocks} freed twice"
-            self._free_N[index] = True
-            self.available += len(blocks)
+            assert self._holders_N[index].all() and len(set(blocks)) == len(blocks), f"blocks {blocks} freed twice"
+            self._holders_N[index] -= 1
+            left = index[self._holders_N[index] == 0]
+            self.available += len(left)
+            # From the end: without its beginning a prefix is of no use.
+            idle = [block for block in reversed(left.tolist()) if block in self.prefixes]
+            self.prefixes.idle.update(dict.fromkeys(idle))
+            self._free_N[left] = True
+            self._free_N[idle] = False
 
     def _run_after(self, after: int, wanted: int) -> tuple[int, int]:
         behind = self._free_N[after + 1 : after + 1 + wanted]

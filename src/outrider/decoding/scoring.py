@@ -49,14 +49,12 @@ class Scores:
     aux_TLD: Tensor | None
     compared: dict[str, dict[int, Tensor]]
 
-    def aux_of(self, kept: Mapping[str, Sequence[int]]) -> list[Tensor | None]:
-        """Aux hidden states [rows, L, D] of the rows that stay of each request, counted from its first."""
+    def aux_of(self, kept: Mapping[str, Sequence[int]]) -> Tensor | None:
+        """Aux hidden states [T, L, D] of the rows that stay of each request, counted from its first."""
         if self.aux_TLD is None or not kept:
-            return [None] * len(kept)
+            return None
         places = [self.first_row[id] + row for id, rows in kept.items() for row in rows]
-        kept_TLD = self.aux_TLD[on_device(places, self.aux_TLD.device)]
-        # A tensor of its own each: with views, a request that does not draft would keep the rows of all.
-        return [part.clone() for part in kept_TLD.split([len(rows) for rows in kept.values()])]
+        return self.aux_TLD[on_device(places, self.aux_TLD.device)]
 
 
 def score(

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from outrider.drafters.config import LayerConfig
 from outrider.drafters.layers import EVERYTHING, Attention, AttentionPattern
-from outrider.target.attention import additive
+from outrider.target.paged_attention import MOST_SEEN, Plan, Reader, attend
+from outrider.target.paged_attention import plan as plan_of
 from outrider.utils.measure import on_device
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
@@ -182,11 +183,11 @@ class RequestCaches:
 
 # ----------------------------------------------------------------------------
 # On a GPU the keys of all requests of a block drafter are in one tensor a layer, in pages: the new rows of all requests
-# are written by one copy and attend by one call, as in target/graphs.py.
+# are written by one copy and attend by one call (target/paged_attention.py).
 #
 #     position p  ->  slot s = p mod S of its request  ->  page table[s // 16]  ->  row 16 page + s mod 16 of the pool
 #
-# Shapes: R requests, K rows of each, N slots that are gathered, P pages, T new tokens, G kv heads, E head dim.
+# Shapes: R requests, K rows of each, T new tokens, Q heads, G kv heads, E head dim.
 # ----------------------------------------------------------------------------
 
 
@@ -194,17 +195,19 @@ _PAGE = 16
 
 
 class DraftPool:
-    """Keys and values of the requests of a block drafter, [2, G, pages * 16, E] a layer in float32. It grows as asked.
+    """Keys and values of the requests of a block drafter, [2, G, pages * 16, E] a layer. It grows as asked.
 
     `patterns`: what rows see, layer by layer; layers alike in it have as many slots of a session.
+    `dtype`: of keys and values, whatever rows are.
     """
 
-    def __init__(self, config: LayerConfig, patterns: Sequence[AttentionPattern], device: torch.device) -> None:
+    def __init__(
+        self, config: LayerConfig, patterns: Sequence[AttentionPattern], device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.patterns, self.device = list(patterns), device
-        # Zeros: what is masked has weight 0, and that times what was never written may be no number.
         shape = (2, config.num_key_value_heads, 0, config.head_dim)
         with torch.inference_mode(False):  # calls in and out of that mode write into them
-            self.layers = [torch.zeros(shape, device=device) for _ in patterns]
+            self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in patterns]
         self._free: list[int] = []
 
     def session(self, slots: Sequence[int]) -> DraftSession:
@@ -238,7 +241,8 @@ class DraftPool:
 
     def write(self, layer: int, rows_T: Tensor, *, keys_values: tuple[Tensor, Tensor]) -> None:
         """Put keys and values of tokens, [T, G, E] each, into these rows."""
-        self.layers[layer].index_copy_(2, rows_T, torch.stack(keys_values).transpose(1, 2))
+        pool = self.layers[layer]
+        pool.index_copy_(2, rows_T, torch.stack(keys_values).to(pool.dtype).transpose(1, 2))
 
     def rows_of(self, sessions: Sequence[DraftSession], counts: Sequence[int]) -> list[tuple[Tensor, Tensor | None]]:
         """Rows of the pool for new tokens after the committed ones, layer by layer, and which tokens these are.
@@ -266,48 +270,27 @@ class PooledKeys:
 
     def __init__(self, pool: DraftPool, sessions: Sequence[DraftSession], rows: int) -> None:
         self.pool, self.rows, self.sessions = pool, rows, sessions
-        self.ends = np.array([session.length + rows for session in sessions])
-        pages = [session.pages[: -(-end // _PAGE)] for session, end in zip(sessions, self.ends, strict=True)]
-        numbers = np.zeros((len(sessions), 1 + max(map(len, pages))), dtype=np.int64)
-        numbers[:, 0] = self.ends
-        for r, own in enumerate(pages):
-            numbers[r, 1 : 1 + len(own)] = own * _PAGE
-        numbers_RP = on_device(torch.from_numpy(numbers), pool.device)
-        self.ends_R1, self.firsts_RP = numbers_RP[:, :1], numbers_RP[:, 1:]
-        self._shared: dict[AttentionPattern, tuple[Tensor, Tensor, Tensor]] = {}
+        self._shared: dict[AttentionPattern, tuple[Tensor, Plan]] = {}
 
     def attend(self, attention: Attention, q_RKQE: Tensor, k_RKGE: Tensor, v_RKGE: Tensor) -> Tensor:
-        pattern, layer, (R, K, Q, E) = attention.pattern, attention.layer, q_RKQE.shape
+        pattern, layer, (R, K, Q, _) = attention.pattern, attention.layer, q_RKQE.shape
         if pattern not in self._shared:
-            self._shared[pattern] = self._of(pattern, layer, queries=Q // k_RKGE.shape[2])
-        new_X, gathered_X, mask = self._shared[pattern]
-        self.pool.write(layer, new_X, keys_values=(k_RKGE.flatten(0, 1), v_RKGE.flatten(0, 1)))
-        gathered = self.pool.layers[layer].index_select(2, gathered_X).unflatten(2, (R, -1)).transpose(1, 2)
-        folded = q_RKQE.transpose(1, 2).reshape(R, k_RKGE.shape[2], -1, E)  # rows: query group x K
-        out = F.scaled_dot_product_attention(folded, gathered[0], gathered[1], attn_mask=mask)
-        return out.view(R, Q, K, E).transpose(1, 2)
+            self._shared[pattern] = self._of(pattern, layer, groups=Q // k_RKGE.shape[2])
+        new_T, plan = self._shared[pattern]
+        self.pool.write(layer, new_T, keys_values=(k_RKGE.flatten(0, 1), v_RKGE.flatten(0, 1)))
+        keys_GSE, values_GSE = self.pool.layers[layer]
+        return attend(q_RKQE.flatten(0, 1), keys_GSE, values_GSE, plan=plan).unflatten(0, (R, K))
 
-    def _of(self, pattern: AttentionPattern, layer: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of the pool for the new keys [R K] and to gather [R N], and the additive mask over [R, 1, queries K, N].
-
-        The mask has one row for all where they see the same.
-        """
-        device, slots = self.pool.device, np.array([session.slots[layer] for session in self.sessions])
-        new = [s.rows(layer, np.arange(end - self.rows, end)) for s, end in zip(self.sessions, self.ends, strict=True)]
-        new_X = on_device(torch.from_numpy(np.concatenate(new)), device)
-        pages = int(-(-np.minimum(self.ends, slots).max() // _PAGE))
-        gathered_RN = (self.firsts_RP[:, :pages, None] + torch.arange(_PAGE, device=device)).flatten(1)
-        position_N = slot_N = torch.arange(pages * _PAGE, device=device)
-        held_RN = slot_N < self.ends_R1
-        if (self.ends > slots).any():  # the last position before the end that a slot is for; below 0: there is none
-            slots_R1 = on_device(torch.from_numpy(slots[:, None]), device)
-            position_N = slot_N + (self.ends_R1 - 1 - slot_N).div(slots_R1, rounding_mode="floor") * slots_R1
-            held_RN = (slot_N < slots_R1) & (position_N >= 0)
-        if pattern == EVERYTHING:
-            return new_X, gathered_RN.flatten(), additive(held_RN, torch.float32)[:, None, None]
-        start_R1 = self.ends_R1 - self.rows
-        row_RK1 = (start_R1 + torch.arange(self.rows, device=device))[..., None]
-        own_R1N = (position_N >= start_R1)[:, None]
-        visible_RKN = _sees(pattern, row_RK1 - position_N.unsqueeze(-2), own_R1N) & held_RN[:, None]
-        mask = additive(visible_RKN, torch.float32).repeat(1, queries, 1)[:, None]
-        return new_X, gathered_RN.flatten(), mask
+    def _of(self, pattern: AttentionPattern, layer: int, groups: int) -> tuple[Tensor, Plan]:
+        """Rows of the pool for the new keys [R K], and the plan of attention."""
+        assert self.rows <= MOST_SEEN, f"a draft of {self.rows} rows"
+        sees_K = (2 << np.arange(self.rows)) - 1 if pattern.causal else np.full(self.rows, -1)
+        readers = []
+        for session in self.sessions:
+            end, slots = session.length + self.rows, session.slots[layer]
+            pages = session.pages[: -(-min(end, slots) // _PAGE)]
+            readers.append(Reader(session.length, range(session.length, end), pages, sees_K, slots))
+        host = plan_of(readers, groups, _PAGE, window=pattern.window)
+        numbers = on_device(torch.from_numpy(np.concatenate([host.slots_T, host.numbers])), self.pool.device)
+        new_T, rest = numbers.split([len(host.slots_T), len(host.numbers)])
+        return new_T, Plan.of(rest, host.sizes, _PAGE, split=host.split, window=pattern.window, drafts=True)

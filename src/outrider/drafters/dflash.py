@@ -39,6 +39,7 @@ from outrider.drafters.base import (
     ModuleDrafter,
     capped,
     longest_draft,
+    serving_dtype,
 )
 from outrider.drafters.cache import DraftPool, DraftSession, RequestCaches
 from outrider.drafters.chain import sample_chain
@@ -59,6 +60,7 @@ from outrider.drafters.trees import BlockTreeDrafter
 from outrider.target.kernels import LayerKernels, Norms
 from outrider.target.linear import Packable
 from outrider.target.model import Target, full_tensor
+from outrider.target.paged_attention import available
 from outrider.utils.measure import on_device
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as transformers names them
@@ -421,10 +423,11 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         super().__init__(weights, target, calibration)
         config = weights.config
         self.head = capped(self.head, config.output_multiplier, config.final_logit_softcapping)
-        pooled = self.pools and self.device.type == "cuda"
-        self.caches = (
-            DraftPool(config, config.attention_patterns, self.device) if pooled else RequestCaches(config, self.device)
-        )
+        self.caches: DraftPool | RequestCaches
+        if self.pools and available(self.device, serving_dtype(target)):
+            self.caches = DraftPool(config, config.attention_patterns, self.device, dtype=serving_dtype(target))
+        else:
+            self.caches = RequestCaches(config, self.device)
 
     def of_length(self, gamma: int) -> BlockDrafter:
         """The same weights with blocks of `gamma` drafts, sessions in common; fewer than its own."""

@@ -165,6 +165,7 @@ class Choice:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
+    cached: int = 0  # tokens of its prompt that the prefix cache had
     finish: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offset: int = 0  # characters of the tokens whose log-probabilities have been sent
@@ -176,6 +177,7 @@ class Choice:
             text, calls = self.parser.push(text, final=output.finish is not None)
         self.text += text
         self.tokens += output.tokens
+        self.cached = output.cached_tokens
         self.logprobs += output.logprobs or ()
         self.calls += calls
         self.finish = "tool_calls" if output.finish == "stop" and self.calls else output.finish
@@ -279,12 +281,15 @@ class RouteAnswer(ABC):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.server.name}
 
-    def _usage(self) -> dict[str, int]:
-        """Tokens so far; a prompt counts once for all its choices."""
+    def _usage(self) -> dict[str, Any]:
+        """Tokens so far; a prompt counts once for all its choices, and is cached as far as for the first of them."""
         choices = list(self.choices.values())
-        read = sum(len(choice.prompt) for choice in choices[:: self.request.n])
+        prompts = choices[:: self.request.n]
+        read = sum(len(choice.prompt) for choice in prompts)
         written = sum(len(choice.tokens) for choice in choices)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        details = {"cached_tokens": sum(choice.cached for choice in prompts)}
+        counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return {**counts, "prompt_tokens_details": details}
 
     def _closing(self, submission: Submission) -> dict[str, Any]:
         """Usage, and `metrics` if there is one response, as vLLM has it."""
@@ -517,6 +522,7 @@ def _prepare(
                 logprobs=request.num_logprobs,
                 grammar=grammar,
                 trace=request.trace,
+                cache_salt=request.cache_salt,
             )
         )
         traced = TextStream(server.tokenizer) if request.trace else None

@@ -46,8 +46,14 @@ class ServeConfig(Config):
     max_requests: Annotated[int | None, option(LOAD, "decoded at once", min=1, show_default="32")] = None
     max_waiting: Annotated[int, option(LOAD, "more that may wait; further ones get 429", min=0)] = 128
     max_new_tokens: Annotated[int | None, option(LOAD, "of a response; else what fits", min=1)] = None
-    kv_tokens: Annotated[int, rare(LOAD, "that all requests at once may hold", min=16)] = 16384
-    token_budget: Annotated[int, rare(LOAD, "most rows of one forward", min=1)] = 512
+    kv_tokens: Annotated[
+        int | None,
+        rare(LOAD, "that all requests at once may hold; by free memory on a GPU", min=16, show_default="16384"),
+    ] = None
+    token_budget: Annotated[
+        int | None, rare(LOAD, "most rows of one forward; 4096 on a GPU", min=1, show_default="512")
+    ] = None
+    prefix_cache: Annotated[bool, option(LOAD, "keep what was read, for prompts that begin alike")] = True
     profile: Annotated[
         Path | None, option(DRAFTS, "from outrider profile: draft and verify what pays", beside="path")
     ] = None

@@ -119,6 +119,10 @@ class ServerMetrics:
             lambda: scheduler.allocator.used / engine.config.num_blocks,
         )
         self._prompts = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._cached: tuple[Counter, Counter] | None = None
+        if engine.config.prefix_cache:
+            queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked for in the cache.")
+            self._cached = queries, self._counter("prefix_cache_hits", "Tokens of them that were in it.")
         self._generated = self._counter("generation_tokens", "Tokens generated.")
         self._preempted = self._counter(
             "num_preemptions", "Requests that gave up their KV blocks to be recomputed later."
@@ -152,6 +156,10 @@ class ServerMetrics:
             if record.last is None:
                 self._first.observe(now - record.arrived)
                 self._prompts.inc(record.prompt_tokens)
+                if self._cached is not None:
+                    queries, hits = self._cached
+                    queries.inc(record.prompt_tokens)
+                    hits.inc(output.cached_tokens)
             else:
                 self._gap.observe(now - record.last)
             self._generated.inc(len(output.tokens))

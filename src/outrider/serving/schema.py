@@ -16,7 +16,7 @@ from outrider.decoding.request import StopRules
 from outrider.decoding.structured import StructuredOutput
 from outrider.sampling import SamplingParams
 
-_MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP, _MOST_LOGPROBS = 32, 16, 1000, 20
+_MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP, _MOST_LOGPROBS, _LONGEST_SALT = 32, 16, 1000, 20, 1000
 Token = Annotated[int, Field(ge=0)]
 StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 
@@ -125,6 +125,7 @@ class _Sampled(_Fields):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     trace: bool = False  # the answer describes every round
+    cache_salt: str = Field("", max_length=_LONGEST_SALT)  # only requests of the same salt share cached prefixes
 
     user: str = ""
     metadata: dict[str, Any] = {}

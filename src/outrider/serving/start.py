@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
@@ -16,7 +17,7 @@ from outrider.api.model import Model, load
 from outrider.api.scheduling import by_profile
 from outrider.config import API_KEY
 from outrider.decoding.cost import Profile
-from outrider.decoding.engine import Engine
+from outrider.decoding.engine import Engine, default_config
 from outrider.decoding.profile import MachineProfile, setting_of
 from outrider.decoding.scheduler import EngineConfig
 from outrider.serving.app import Limits, Server
@@ -38,11 +39,8 @@ def run_server(config: ServeConfig, say: Say) -> bool:
     if key is None and config.host not in LOOPBACK:
         say(f"warning: anyone who reaches {config.host} may use this server; set {API_KEY} to ask for a key.")
     choice = choose_drafter(config.drafter, config.target, config.thinking)
-    engine = EngineConfig(
-        config.max_requests or EngineConfig.max_requests,
-        config.token_budget,
-        num_blocks=config.kv_tokens // EngineConfig.block_size,
-    )
+    if config.token_budget is not None:  # refused before minutes of loading
+        EngineConfig(config.max_requests or EngineConfig.max_requests, config.token_budget)
 
     def load_and_build() -> tuple[Model, Server]:
         model = load(
@@ -57,7 +55,7 @@ def run_server(config: ServeConfig, say: Say) -> bool:
         )
         return model, build_server(  # it may run forwards, to measure what a step costs
             model,
-            engine,
+            engine_config(model, config, say),
             config.profile,
             max_waiting=config.max_waiting,
             max_new_tokens=config.max_new_tokens,
@@ -74,6 +72,26 @@ def run_server(config: ServeConfig, say: Say) -> bool:
         with suppress(KeyboardInterrupt):  # raised again once the server has ended in order
             running.run(sockets=[address])
     return running.started
+
+
+def engine_config(model: Model, config: ServeConfig, say: Say) -> EngineConfig:
+    """The engine's own sizes for a loaded model, but for those that are given; it says why it has no prefix cache."""
+    prefix_cache, most = config.prefix_cache, config.max_requests or EngineConfig.max_requests
+    if prefix_cache:
+        try:
+            model.target.check_prefixes()
+        except ValueError as error:
+            say(f"prompts are read whole: {error}")
+            prefix_cache = False
+    drafter = model.drafter if prefix_cache else None
+    usual = default_config(model.target, most, 0 if drafter is None else len(drafter.drafter.aux_layers))
+    blocks = None if config.kv_tokens is None else config.kv_tokens // usual.block_size
+    return replace(
+        usual,
+        token_budget=config.token_budget or usual.token_budget,
+        num_blocks=blocks or usual.num_blocks,
+        prefix_cache=prefix_cache,
+    )
 
 
 def build_server(

@@ -1,19 +1,19 @@
-"""Run steps of few rows on a GPU: pad them to buckets, with one attention call per layer and a CUDA graph per bucket.
+"""Run steps of few rows on a GPU: the rows of all requests packed, in a CUDA graph per number of rows.
 
-    spans     R requests of at most 16 rows each   ->   R' x M rows, each request over N slots
-    buckets   R' = 1, 2, 4, ..; M a power of two, at least 16 rows in all; N = 256, 512, 1024, ..
-    inputs    tokens, positions, slots [R' M] | past [R'] | blocks [R' N / block] | sees [R' M M]        one copy
-    row m of request r sees slot n if   n < past_r,  or  n - past_r is one of its rows that m sees
+    rows      a a a | b | c c | . . .       T rows of all requests and padding up to a multiple of 16, larger ones of
+                                            more than 256: 31 requests of one row and one of six compute 48 rows
+    inputs    tokens, slots [T] | the plan of attention: rows, requests, items, pages               one copy
+    prompts   of up to 256 rows beside requests that decode: in pieces of 64 rows, in the same step
+    padding   writes into a spare block, belongs to no request
 
-A single request takes 16 rows whether it has no draft or up to 15 after its anchor: plain and speculative decoding run
-the same kernels in the same shapes, so that greedy text is equal by construction. Tensor cores compute 16 rows at once
-and the weights are read once, so the padding costs no time there. Padding rows write into a spare block.
+Which rows belong to which request, where they are and what they see are data of the graph (target/paged_attention.py),
+so that the cost of a step follows its number of rows. A lone request takes 16 rows whether it has no draft or up to 15
+after its anchor: plain and speculative decoding run the same kernels in the same shapes, so that greedy text is equal
+by construction. Tensor cores compute 16 rows at once and the weights are read once, so fewer rows would save nothing.
 
-The keys of each request are gathered and padded to the longest request, and one call attends for all. The same call
-verifies trees, with `sees` as their mask. If graphs cannot be captured, steps run without, see `StepGraphs.captures`.
+If graphs cannot be captured, steps run without (`StepGraphs.captures`).
 
-Shapes: R requests, M rows of each, T = R M, N slots of each, K kv heads, G queries per kv head, E head dim, D hidden,
-L aux layers.
+Shapes: T rows, H query heads, K kv heads, E head dim, D hidden, L aux layers.
 """
 
 from __future__ import annotations
@@ -21,77 +21,71 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.target.attention import Branches, additive
 from outrider.target.fused import FusedDecoder
-from outrider.target.kernels import MOST_ROWS
-from outrider.target.paged import PagedKV, Span
-from outrider.utils.measure import on_device
+from outrider.target.paged import PagedKV, Span, in_pieces, reader_of
+from outrider.target.paged_attention import MOST_SEEN, Ints, Plan, Sizes, attend, most_items, plan
 
-_FEWEST_ROWS = 16  # minimum rows of a step: the rows of one tensor core product
-_FEWEST_KEYS = 256
+_FEWEST_ROWS = 16  # of a step: the rows of one tensor core product
+_STEPS = 16  # row counts of graphs up to each power of two
+_FEWEST_PAGES = 512
+MOST_PROMPT_ROWS = 256  # beside requests that decode: the weights are read about as fast as so many rows are computed
 
 
 class Shape(NamedTuple):
-    """A bucket: number of requests, rows and visible slots of each, and aux layers to capture."""
+    """A bucket: numbers of rows and of pages of all requests, and aux layers to capture."""
 
-    requests: int
     rows: int
-    keys: int
+    pages: int
     aux_layers: tuple[int, ...]
 
+    @property
+    def plan(self) -> Sizes:
+        """Sizes of the plan of attention. A request has a row at least."""
+        return Sizes(self.rows, self.rows, most_items(self.rows), self.pages)
 
-def shape_of(spans: Sequence[Span], aux_layers: tuple[int, ...]) -> Shape:
+
+def computed_rows(tokens: int) -> int:
+    """Return how many rows a step of so many tokens computes."""
+    step = max(_FEWEST_ROWS, _power_of_two(tokens) // _STEPS)
+    return -(-tokens // step) * step
+
+
+def shape_of(spans: Sequence[Span], kv: PagedKV, aux_layers: tuple[int, ...]) -> Shape:
     """Return the smallest bucket that holds the spans."""
-    R = _power_of_two(len(spans))
-    M = max(_power_of_two(max(len(span.tokens) for span in spans)), _FEWEST_ROWS // R)
-    N = max(_FEWEST_KEYS, _power_of_two(max(span.end for span in spans)))
-    return Shape(R, M, N, aux_layers=aux_layers)
+    pages = sum(-(-span.end // kv.block_size) for span in spans)
+    rows = computed_rows(sum(len(span.tokens) for span in spans))
+    return Shape(rows, max(_FEWEST_PAGES, _power_of_two(pages)), aux_layers)
 
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def inputs_of(spans: Sequence[Span], shape: Shape, kv: PagedKV) -> np.ndarray[Any, np.dtype[np.int64]]:
+def inputs_of(spans: Sequence[Span], shape: Shape, kv: PagedKV, groups: int) -> Ints:
     """Concatenate all inputs of a step, in the order of the module docstring."""
-    R, M, N, _ = shape
-    tokens, positions = (np.zeros((R, M), dtype=np.int64) for _ in range(2))
-    slots = np.full((R, M), kv.spare_slot, dtype=np.int64)
-    past, blocks = np.zeros(R, dtype=np.int64), np.zeros((R, N // kv.block_size), dtype=np.int64)
-    sees = np.broadcast_to(np.tri(M, dtype=np.int64), (R, M, M)).copy()
-    for r, span in enumerate(spans):
-        count, used = len(span.tokens), -(-span.end // kv.block_size)
-        tokens[r, :count], past[r], slots[r, :count] = (
-            span.tokens,
-            span.past,
-            kv.slots(span.blocks, span.past, span.end),
-        )
-        positions[r, :count] = range(span.past, span.end)
-        blocks[r, :used] = span.blocks[:used]
-        if span.parents is not None:
-            branches = Branches.of(span.parents)
-            positions[r, :count] = span.past + branches.depths_T.numpy()
-            sees[r, :count, :count] = branches.sees_TT.numpy()
-    return np.concatenate([part.reshape(-1) for part in (tokens, positions, slots, past, blocks, sees)])
+    readers = [reader_of(span, kv.block_size) for span in spans]
+    host, count = plan(readers, groups, kv.block_size, sizes=shape.plan), sum(len(span.tokens) for span in spans)
+    tokens, slots = np.zeros(shape.rows, dtype=np.int64), np.full(shape.rows, kv.spare_slot)
+    tokens[:count], slots[:count] = [token for span in spans for token in span.tokens], host.slots_T
+    return np.concatenate([tokens, slots, host.numbers])
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """The buffers of a bucket, which its graph reads and writes; without a graph each step runs its operations."""
+    """The buffers of a bucket, which its graph reads and writes."""
 
     inputs: Tensor
     hidden_TD: Tensor
     aux_TLD: Tensor | None
-    graph: Any = None
+    graph: Any = None  # None if the capture failed
 
 
 class StepGraphs:
@@ -99,8 +93,7 @@ class StepGraphs:
 
     Attributes:
         captures: whether graphs are made. False if the environment has OUTRIDER_CUDA_GRAPHS=0, and after a failed
-            capture. The padded step then runs operation by operation, for two or more requests; a single request is
-            not taken, because it needs fewer operations without gathered keys.
+            capture.
     """
 
     def __init__(self, decoder: FusedDecoder) -> None:
@@ -109,42 +102,39 @@ class StepGraphs:
         self._steps: WeakKeyDictionary[PagedKV, dict[Shape, _Captured]] = WeakKeyDictionary()
         self._memory: Any = None  # shared by all graphs
 
-    def taken(self, spans: Sequence[Span]) -> list[int]:
-        """Return which spans of a step `forward` takes."""
-        few = [i for i, span in enumerate(spans) if len(span.tokens) <= MOST_ROWS]
-        return few if self.captures or len(few) > 1 else []
+    def pieces(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """Cut prompts beside requests that decode into spans that `forward` takes, if they have few enough rows."""
+        long = [len(span.tokens) for span in spans if len(span.tokens) > MOST_SEEN and span.parents is None]
+        beside = self.captures and len(long) < len(spans) and sum(long) <= MOST_PROMPT_ROWS
+        return in_pieces(spans, MOST_SEEN) if beside else spans
+
+    def takes(self, spans: Sequence[Span]) -> bool:
+        """Return whether `forward` runs these spans. A step that only reads prompts, or many rows of them, runs
+        without a graph."""
+        return self.captures and all(len(span.tokens) <= MOST_SEEN for span in spans)
 
     def forward(self, spans: Sequence[Span], kv: PagedKV, aux_layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Return normed last hidden states [T, D] and aux hidden states [T, L, D] of the spans' rows, without padding.
 
         Args:
-            spans: spans of at most `MOST_ROWS` rows each.
+            spans: spans of at most `MOST_SEEN` rows each.
         """
-        shape = shape_of(spans, aux_layers)
-        inputs = torch.from_numpy(inputs_of(spans, shape, kv)).pin_memory()
+        shape, count = shape_of(spans, kv, aux_layers), sum(len(span.tokens) for span in spans)
+        inputs = torch.from_numpy(inputs_of(spans, shape, kv, groups=self.decoder.groups)).pin_memory()
         steps = self._steps.setdefault(kv, {})
         step = steps.get(shape)
-        if step is None:
-            buffer = torch.zeros(inputs.shape, dtype=torch.long, device=kv.device)
-        else:
-            buffer = step.inputs
+        buffer = torch.empty(inputs.shape, dtype=torch.long, device=kv.device) if step is None else step.inputs
         buffer.copy_(inputs, non_blocking=True)
         if step is None:
             step = steps[shape] = self._prepared(buffer, shape, kv)
         if step.graph is not None:
             step.graph.replay()
-        else:
-            hidden_TD, aux_TLD = self._run(buffer, shape, kv)
-            step = replace(step, hidden_TD=hidden_TD, aux_TLD=aux_TLD)
-        rows = [r * shape.rows + m for r, span in enumerate(spans) for m in range(len(span.tokens))]
-        rows_T = on_device(rows, kv.device, torch.long)  # copies, because the next replay overwrites its outputs
-        return step.hidden_TD[rows_T], None if step.aux_TLD is None else step.aux_TLD[rows_T]
+        # Copies, because the next replay overwrites its outputs.
+        return step.hidden_TD[:count].clone(), None if step.aux_TLD is None else step.aux_TLD[:count].clone()
 
     def _prepared(self, buffer: Tensor, shape: Shape, kv: PagedKV) -> _Captured:
         """Run a bucket once, which sets up the libraries' kernels, and capture its graph if possible."""
         hidden_TD, aux_TLD = self._run(buffer, shape, kv)
-        if not self.captures:
-            return _Captured(buffer, hidden_TD, aux_TLD)
         graph = torch.cuda.CUDAGraph()
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         try:
@@ -159,30 +149,18 @@ class StepGraphs:
 
     def _run(self, buffer: Tensor, shape: Shape, kv: PagedKV) -> tuple[Tensor, Tensor | None]:
         """Run the padded step: [T, D] and [T, L, D]; of the host it reads only the shapes of its arguments."""
-        (R, M, N, aux_layers), B, device = shape, kv.block_size, buffer.device
-        sizes = [R * M] * 3 + [R, R * (N // B), R * M * M]
-        tokens_T, positions_T, slots_T, past_R, blocks, sees = buffer.split(sizes)
-        slots_RN = (blocks.view(R, -1, 1) * B + torch.arange(B, device=device)).view(-1)
-        groups = self.decoder.groups
-        slot_row_RN = torch.arange(N, device=device) - past_R[:, None]  # the row that a slot belongs to, if any
-        row_RMN = slot_row_RN.clamp(0, M - 1)[:, None].expand(R, M, N)
-        visible_RMN = (slot_row_RN < 0)[:, None] | (
-            (slot_row_RN < M)[:, None] & (sees.view(R, M, M).gather(2, row_RMN) > 0)
-        )
-        mask = additive(visible_RMN, kv.dtype).repeat_interleave(groups, dim=1)[:, None]  # rows are (row, query)
+        decoder, aux_layers = self.decoder, shape.aux_layers
+        tokens_T, slots_T, numbers = buffer.split([shape.rows, shape.rows, sum(shape.plan.lengths)])
+        made = Plan.of(numbers, shape.plan, page_size=kv.block_size)
+        # Padding rows are not written: they stay zero.
+        out_THE = decoder.embed.new_zeros(shape.rows, decoder.groups * decoder.kv_heads, decoder.head_dim)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            K, E = k.shape[1], k.shape[3]
-
-            def gathered(pool_KSE: Tensor, new_1KTE: Tensor) -> Tensor:
+        def attend_all(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for pool_KSE, new_1KTE in zip(kv.layers[layer], (k, v), strict=True):
                 pool_KSE.index_copy_(1, slots_T, new_1KTE[0])
-                return pool_KSE.index_select(1, slots_RN).unflatten(1, (R, N)).transpose(0, 1)
+            attend(q[0].transpose(0, 1), *kv.layers[layer], plan=made, out_THE=out_THE)
+            return out_THE.transpose(0, 1)[None]
 
-            keys, values = (gathered(*pair) for pair in zip(kv.layers[layer], (k, v), strict=True))
-            q_RKQE = q.view(K, groups, R, M, E).permute(2, 0, 3, 1, 4).reshape(R, K, M * groups, E)
-            out = F.scaled_dot_product_attention(q_RKQE, keys, values, attn_mask=mask)
-            return out.view(R, K, M, groups, E).permute(1, 3, 0, 2, 4).reshape(1, K * groups, R * M, E)
-
-        hidden_1TD, captured = self.decoder.run(tokens_T[None], positions_T[None], aux_layers, attention=attend)
+        hidden_1TD, captured = decoder.run(tokens_T[None], made.rows_T3[None, :, 0], aux_layers, attention=attend_all)
         aux_TLD = torch.stack([captured[layer][0] for layer in aux_layers], dim=1) if aux_layers else None
         return hidden_1TD[0], aux_TLD

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +24,8 @@ from outrider.target.hf import FamilyDecoder, text_decoder
 from outrider.target.hub import load_tokenizer, model_config, resolve_model
 from outrider.target.linear import Float32Rows, PackedLinear
 from outrider.target.loading import generation_config, load_model, outline_model
-from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span, check_batches, logit_rows
+from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span, batches, check_batches, logit_rows
+from outrider.target.paged_attention import available
 from outrider.utils.measure import on_device, usable_device
 
 
@@ -43,6 +43,14 @@ class KVPool(Protocol):
 
     def keep_paths(self, kept: Sequence[tuple[list[int], int, Sequence[int]]]) -> None:
         """Keep only the accepted paths of the last forward; see `PagedKV.keep_paths`."""
+        ...
+
+    def keep_aux(self, kept: Sequence[tuple[list[int], int, int]], aux_TLD: Tensor) -> None:
+        """Store aux hidden states beside the keys, if prefixes are shared; see `PagedKV.keep_aux`."""
+        ...
+
+    def aux(self, blocks: list[int], start: int, end: int) -> Tensor:
+        """The stored aux hidden states of a request's tokens; see `PagedKV.aux`."""
         ...
 
 
@@ -97,8 +105,12 @@ class DecodingTarget(Protocol):
         """Raise ValueError if the target cannot decode several requests together."""
         ...
 
-    def new_kv(self, num_blocks: int, block_size: int) -> Any:
-        """Make a `KVPool` of `num_blocks` blocks of `block_size` tokens."""
+    def check_prefixes(self) -> None:
+        """Raise ValueError if KV blocks do not hold all that later tokens read of a prefix."""
+        ...
+
+    def new_kv(self, num_blocks: int, block_size: int, aux_layers: int = 0) -> Any:
+        """Make a `KVPool` of `num_blocks` blocks of `block_size` tokens, with so many aux hidden states of each."""
         ...
 
     def new_states(self) -> Any:
@@ -233,7 +245,7 @@ class Target:
         fused = self.device.type in ("cpu", "cuda") and self._fusable() and not self.sharded
         self._fused = FusedDecoder(model) if fused else None
         self._decoder = self._fused or FamilyDecoder(model, config)
-        graphed = self._fused is not None and self.device.type == "cuda"
+        graphed = self._fused is not None and available(self.device, self.dtype)
         self.graphs = StepGraphs(self._fused) if self._fused is not None and graphed else None
 
     def _fusable(self) -> bool:
@@ -276,9 +288,19 @@ class Target:
         """
         check_batches(self.config)
 
-    def new_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        """Make a pool of keys and values for the requests of ragged forwards."""
-        return PagedKV(self, num_blocks, block_size)
+    def check_prefixes(self) -> None:
+        """Refuse to share the KV blocks of a prefix that are not all of its state.
+
+        Raises:
+            ValueError: layers carry a state, or keys depend on the length of the text.
+        """
+        if self._recurrent or not batches(self.config):
+            why = "layers carry a state from token to token" if self._recurrent else "keys depend on a text's length"
+            raise ValueError(f"model_type {self.config.model_type!r} cannot share cached prefixes: {why}.")
+
+    def new_kv(self, num_blocks: int, block_size: int, aux_layers: int = 0) -> PagedKV:
+        """Make a pool of keys and values for the requests of ragged forwards, with so many aux hidden states a slot."""
+        return PagedKV(self, num_blocks, block_size, aux_layers=aux_layers)
 
     def new_states(self) -> KVCache | None:
         """Make the recurrent states of a request of ragged forwards; None if no layer keeps a state."""
@@ -330,18 +352,14 @@ class Target:
         """
         if any(span.parents is not None for span in spans):
             self.check_trees()
+        spans = spans if self.graphs is None else self.graphs.pieces(spans)
         rows = logit_rows(spans)
-        few = [] if self.graphs is None else self.graphs.taken(spans)
-        many = sorted({*range(len(spans))} - {*few})
-        parts: list[tuple[Tensor, Tensor | None]] = []
-        if self.graphs is not None and few:
-            parts.append(self.graphs.forward([spans[i] for i in few], kv, aux_layers))
-        if many:
-            step = RaggedStep([spans[i] for i in many], kv)
-            hidden_1TD, captured = self._decoder.forward_ragged(step, aux_layers)
-            aux = torch.stack([captured[aux_layer][0] for aux_layer in aux_layers], dim=1) if aux_layers else None
-            parts.append((hidden_1TD[0], aux))
-        hidden_TD, aux_TLD = parts[0] if len(parts) == 1 else _in_order(parts, [*few, *many], spans)
+        if self.graphs is not None and self.graphs.takes(spans):
+            hidden_TD, aux_TLD = self.graphs.forward(spans, kv, aux_layers)
+        else:
+            hidden_1TD, captured = self._decoder.forward_ragged(RaggedStep(spans, kv), aux_layers)
+            hidden_TD = hidden_1TD[0]
+            aux_TLD = torch.stack([captured[aux_layer][0] for aux_layer in aux_layers], dim=1) if aux_layers else None
         logits_NV = self.logits(hidden_TD[on_device(rows, self.device, torch.long)]) if rows else None
         return RaggedOutput(logits_NV, aux_TLD, hidden_TD)
 
@@ -395,21 +413,6 @@ class Target:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
-
-
-def _in_order(
-    parts: Sequence[tuple[Tensor, Tensor | None]], order: Sequence[int], spans: Sequence[Span]
-) -> tuple[Tensor, Tensor | None]:
-    """Reorder the rows of several forwards into the order of the spans.
-
-    Args:
-        order: the span of each run of rows in `parts`.
-    """
-    starts = dict(zip(order, accumulate((len(spans[i].tokens) for i in order), initial=0), strict=False))
-    rows = [starts[i] + row for i, span in enumerate(spans) for row in range(len(span.tokens))]
-    rows_T = on_device(rows, parts[0][0].device, torch.long)
-    aux = [aux_TLD for _, aux_TLD in parts if aux_TLD is not None]
-    return torch.cat([hidden_TD for hidden_TD, _ in parts])[rows_T], torch.cat(aux)[rows_T] if aux else None
 
 
 # ----------------------------------------------------------------------------

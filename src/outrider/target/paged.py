@@ -17,7 +17,7 @@ Shapes: L layers, K kv heads, S slots of the pool, E head dim, T new tokens of a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ from transformers import PretrainedConfig
 from outrider.target.attention import Branches, additive, attend_folded, fold, lowest_visible, unfold
 from outrider.target.cache import KVCache
 from outrider.target.kernels import Cache, FewRows, WholeStep, attends, most_rows
+from outrider.target.paged_attention import MOST_SEEN, Plan, Reader, available, bits_of, plan
+from outrider.target.paged_attention import attend as attend_pages
 from outrider.utils.measure import on_device
 
 if TYPE_CHECKING:
@@ -80,31 +82,31 @@ class PagedKV:
         pools: (keys [L, K, S, E], values [L, K, S, E]) of every run of layers of equal shape, in order; mostly one.
         layers: (keys [K, S, E], values [K, S, E]) of every layer, views of `pools`.
         latent: whether keys and values are latents, [1, S, kv_lora_rank] and [1, S, qk_rope_head_dim].
-        spare_slot: slot after those of all blocks, into which padding rows write; on a GPU only.
+        spare_slot: slot after those of all blocks, into which padding rows write (target/graphs.py); on a GPU only.
+        aux_SLD: aux hidden states of the token in each slot, where a drafter may read those of a cached prefix
+            (decoding/prefix_cache.py); else L is 0.
 
     Raises:
         ValueError: a layer type is not supported.
     """
 
-    def __init__(self, target: Target, num_blocks: int, block_size: int) -> None:
+    def __init__(self, target: Target, num_blocks: int, block_size: int, aux_layers: int = 0) -> None:
         config = target.config
         _check_layers(config)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.latent = getattr(config, "kv_lora_rank", None) is not None
         kept = [_kept_per_slot(getattr(layer, "self_attn", None), config) for layer in target.decoder.layers]
-        # Not zeroed on a CPU: the system allocates memory at the first write of a block (`claim`), and a slot is
-        # written before it is read. A GPU also reads masked slots (target/graphs.py), and needs a spare block.
+        # Not zeroed: a slot is written before it is read, and on a CPU the system allocates memory at the first write
+        # of a block (`claim`).
         self.spare_slot = num_blocks * block_size
-        padded = target.device.type == "cuda"
-        slots = self.spare_slot + (block_size if padded else 0)
+        slots = self.spare_slot + (block_size if target.device.type == "cuda" else 0)
         self.pools: list[tuple[Tensor, Tensor]] = []
         for (K, *dims), run in groupby(kept):
             L = len(list(run))
             keys, values = (target.embed_VD.new_empty(L, K, slots, E) for E in dims)
             self.pools.append((keys, values))
         self.layers = [layer for keys, values in self.pools for layer in zip(keys, values, strict=True)]
-        if padded:
-            self.claim()
+        self.aux_SLD = target.embed_VD.new_empty(self.spare_slot, aux_layers, target.hidden_size)
 
     @property
     def device(self) -> torch.device:
@@ -117,11 +119,12 @@ class PagedKV:
     @property
     def block_bytes(self) -> int:
         """Memory of one block."""
-        return sum(pool.nbytes // pool.shape[2] * self.block_size for pool in chain.from_iterable(self.pools))
+        kept = sum(pool.nbytes // pool.shape[2] * self.block_size for pool in chain.from_iterable(self.pools))
+        return kept + self.aux_SLD.nbytes // self.num_blocks
 
     def claim(self) -> None:
         """Write every slot once to commit the memory to this process, before anything is stored in it."""
-        for pool in chain.from_iterable(self.pools):
+        for pool in (*chain.from_iterable(self.pools), self.aux_SLD):
             pool.zero_()
 
     def slots(self, blocks: list[int], start: int, end: int) -> Tensor:
@@ -148,6 +151,19 @@ class PagedKV:
             from_S, to_S = (on_device(torch.cat(slots), self.device) for slots in (sources, places))
             for pool in chain.from_iterable(self.pools):
                 pool.index_copy_(2, to_S, pool.index_select(2, from_S))
+
+    def keep_aux(self, kept: Sequence[tuple[list[int], int, int]], aux_TLD: Tensor) -> None:
+        """Store the aux hidden states [T, L, D] of tokens that stay.
+
+        Args:
+            kept: (blocks of a request, its cached tokens, how many of the last of them are in `aux_TLD`) each.
+        """
+        slots_T = torch.cat([self.slots(blocks, end - count, end) for blocks, end, count in kept])
+        self.aux_SLD.index_copy_(0, on_device(slots_T, self.device), aux_TLD)
+
+    def aux(self, blocks: list[int], start: int, end: int) -> Tensor:
+        """Return the aux hidden states of positions start .. end - 1 of a request, [end - start, L, D]."""
+        return self.aux_SLD[on_device(self.slots(blocks, start, end), self.device)]
 
     def views(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Return views of keys and values [1, K, end - start, E] of consecutive slots, layer by layer."""
@@ -182,6 +198,26 @@ def logit_rows(spans: Sequence[Span]) -> list[int]:
         end += len(span.tokens)
         rows += range(end - span.logits, end)
     return rows
+
+
+def in_pieces(spans: Sequence[Span], rows: int) -> list[Span]:
+    """Cut spans of more than so many rows into spans that follow one another, as one forward may have them.
+
+    Each layer writes the keys of all rows before any row attends, so a piece sees those before it. Trees stay whole.
+    """
+    pieces: list[Span] = []
+    for span in spans:
+        count = len(span.tokens)
+        if count <= rows or span.parents is not None:
+            pieces.append(span)
+            continue
+        assert span.states is None, "a recurrent state reads its rows in one piece"
+        for start in range(0, count, rows):
+            tokens = span.tokens[start : start + rows]
+            left = count - start - len(tokens)
+            logits = min(max(0, span.logits - left), len(tokens))
+            pieces.append(replace(span, tokens=tokens, past=span.past + start, logits=logits))
+    return pieces
 
 
 def check_batches(config: PretrainedConfig) -> None:
@@ -219,9 +255,10 @@ def _check_layers(config: PretrainedConfig) -> None:
 #     attend     softmax(q_s K_s^T + causal) V_s   per span s, over [its cached tokens ; itself]
 #
 # Embeddings, norms, projections and MLPs run on all rows at once; attention treats every request as if it were alone.
-# Spans of few rows, which decode, take one compiled call per layer if available (target/kernels.py). Others run span by
-# span: if the slots of a span are consecutive its keys are a view of the pool, otherwise they are gathered. This loop
-# runs (layers x requests) times a step, so slots, masks and views, which do not depend on the layer, are made once.
+# On a GPU one call per layer attends for all spans (target/paged_attention.py). On a CPU spans of few rows, which
+# decode, take one compiled call per layer if available (target/kernels.py). Others run span by span: if the slots of a
+# span are consecutive its keys are a view of the pool, otherwise they are gathered. This loop runs (layers x requests)
+# times a step, so slots, masks and views, which do not depend on the layer, are made once.
 # Latents are expanded to keys and values span by span in every step, as in `transformers`: the pool stays small, and
 # only one request's keys exist at a time.
 #
@@ -269,6 +306,9 @@ class RaggedStep:
         self._few = [i for i, span in enumerate(spans) if len(span.tokens) <= self._most_rows]
         self._few_rows: dict[int | None, FewRows] = {}
         self._contexts: dict[tuple[int, int | None, int], _Context] = {}
+        small = all(span.parents is None or len(span.tokens) <= MOST_SEEN for span in spans)
+        self._pages = small and available(kv.device, kv.dtype)
+        self._plans: dict[tuple[int | None, int], Plan] = {}
 
     @property
     def latent(self) -> bool:
@@ -308,6 +348,12 @@ class RaggedStep:
         if expand is None:
             self.update(k, v, layer)
         keys_KSE, values_KSE = self._kv.layers[layer]
+        if self._pages and expand is None:
+            q_THE, made = q[0].transpose(0, 1), self._plan(window, groups=G)
+            out_THE = attend_pages(
+                q_THE, keys_KSE, values_KSE, plan=made, scale=scale, softcap=softcap, sinks_H=sinks_H
+            )
+            return out_THE.transpose(0, 1)[None]
 
         def attend_span(index: int, q_span: Tensor) -> Tensor:
             context = self._context(index, window, groups=G)
@@ -342,6 +388,16 @@ class RaggedStep:
             return None
         return WholeStep(self._few_rows_of(None), lambda layer: Cache(*self._kv.layers[layer], self._slots_T))
 
+    def _plan(self, window: int | None, groups: int) -> Plan:
+        """Return the work of `attend_pages` under a sliding window, cached."""
+        key = window, groups
+        if key not in self._plans:
+            page_size = self._kv.block_size
+            host = plan([reader_of(span, page_size) for span in self.spans], groups, page_size, window=window)
+            numbers = on_device(torch.from_numpy(host.numbers), self._kv.device)
+            self._plans[key] = Plan.of(numbers, host.sizes, page_size, window=window, split=host.split)
+        return self._plans[key]
+
     def _few_rows_of(self, window: int | None) -> FewRows:
         """Return the spans of few rows under a sliding window, cached by window."""
         if window not in self._few_rows:
@@ -363,6 +419,12 @@ class RaggedStep:
         if key not in self._contexts:
             self._contexts[key] = _context(self.spans[index], self._kv, window, groups=groups)
         return self._contexts[key]
+
+
+def reader_of(span: Span, block_size: int) -> Reader:
+    """Return what the rows of a span read."""
+    sees_T = None if span.parents is None else bits_of(Branches.of(span.parents))
+    return Reader(span.past, _positions(span), span.blocks[: -(-span.end // block_size)], sees_T)
 
 
 def _positions(span: Span) -> Sequence[int]:

@@ -289,13 +289,15 @@ class EngineMachine(RuleBasedStateMachine):
         slots=st.integers(56, 160),
         budget=st.sampled_from([8, 24]),
         block_size=st.sampled_from([2, 4]),
+        cached=st.booleans(),
     )
-    def start(self, name: str, policy: int, gate: int, slots: int, budget: int, block_size: int) -> None:
+    def start(self, name: str, policy: int, gate: int, slots: int, budget: int, block_size: int, cached: bool) -> None:
         self.inner = drafter(name)
         self.watched = None if self.inner is None else Watched(self.inner)
         self.policy = POLICIES[policy] if name == "block" else FIXED[policy % 2]
         gates: list[Policy | None] = [None, SkipDrafting(COSTS), Now(2), Now(3)]
-        config = EngineConfig(4, token_budget=budget, block_size=block_size, num_blocks=slots // block_size)
+        sizes = {"token_budget": budget, "block_size": block_size, "num_blocks": slots // block_size}
+        config = EngineConfig(4, **sizes, prefix_cache=cached)
         self.engine = Engine(
             target(),
             self.watched,
@@ -321,6 +323,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not plan.admitted or len(scheduler.running) <= scheduler.config.max_requests
         assert set(scheduler.running).isdisjoint(plan.preempted)
         self.met["preempted"] += len(plan.preempted)
+        self.met["begun in the cache"] += sum(scheduler.running[id].cached > 0 for id in plan.admitted)
         if self.watched is not None:
             self.met["preempted in prefill"] += sum(not self.live[id].tokens for id in plan.preempted)
         return plan
@@ -396,7 +399,8 @@ class EngineMachine(RuleBasedStateMachine):
     def everything_has_one_owner(self) -> None:
         scheduler = self.engine.scheduler
         held = [block for progress in scheduler.running.values() for block in progress.blocks] + self.taken
-        assert len(held) == len(set(held)) == scheduler.allocator.used
+        assert len(set(held)) == scheduler.allocator.used and not set(held) & set(scheduler.allocator.prefixes.idle)
+        assert len(held) == len(set(held)) or scheduler.config.prefix_cache
         waiting = [id for id, _ in scheduler.waiting]
         assert sorted([*scheduler.running, *waiting]) == sorted(self.live) and self.engine.idle == (not self.live)
         assert set(self.engine.drafting.acceptance._slots) <= set(self.live)
@@ -444,7 +448,8 @@ def test_any_order_of_events() -> None:
     least = {
         "preempted": 5,
         "preempted in prefill": 1,
-        "cancelled while running": 20,
+        "cancelled while running": 10,
+        "begun in the cache": 3,
         "repeated alone": 30,
         "finished by stop": 60,
         "finished by length": 60,

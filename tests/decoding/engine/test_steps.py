@@ -290,6 +290,23 @@ def test_a_quarter_of_the_rows_is_kept_for_waiting_prompts() -> None:
     assert (shared.work[2].id, shared.work[2].prefill) == ("c", 4), "and 4 for the prompt"
 
 
+def test_prompts_have_few_rows_beside_requests_that_decode_and_all_without() -> None:
+    scheduler = Scheduler(EngineConfig(max_requests=3, token_budget=64, num_blocks=64, prompt_rows=10), draft_slots=5)
+    scheduler.add("a", 50, 8)
+    assert [(work.prefill, work.decodes) for work in scheduler.plan().work] == [(49, True)]
+    scheduler.commit("a", 1)
+    scheduler.add("b", 15, 8)
+    scheduler.add("c", 4, 8)
+    rows = []
+    for _ in range(2):
+        first, *others = scheduler.plan().work
+        assert (first.id, first.limit) == ("a", 5)
+        rows.append([(work.id, work.prefill, work.decodes) for work in others])
+        for work in others:
+            (scheduler.commit if work.decodes else scheduler.advance)(work.id, 1 if work.decodes else work.prefill)
+    assert rows == [[("b", 10, False)], [("b", 4, True), ("c", 3, True)]]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_books_of_the_scheduler_balance(seed: int) -> None:
     """In any course of requests: rows within budget and blocks, no block twice or lost, in order of arrival."""

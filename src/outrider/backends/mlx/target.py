@@ -320,7 +320,15 @@ class MLXTarget:
         """
         raise ValueError("the MLX backend decodes one request at a time: set max_requests to 1.")
 
-    def new_kv(self, num_blocks: int, block_size: int) -> MLXKV:
+    def check_prefixes(self) -> None:
+        """Refuse to share prefixes between requests.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("the MLX backend has no blocks that requests could share: leave out prefix_cache.")
+
+    def new_kv(self, num_blocks: int, block_size: int, aux_layers: int = 0) -> MLXKV:
         """The keys of one request; mlx-lm's caches grow by themselves, so they know no blocks."""
         return MLXKV(self.model)
 

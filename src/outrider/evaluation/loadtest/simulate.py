@@ -202,7 +202,10 @@ class ReplayTarget:
     def check_batches(self) -> None:
         """Requests are replayed together."""
 
-    def new_kv(self, num_blocks: int, block_size: int) -> ReplayTarget:
+    def check_prefixes(self) -> None:
+        raise ValueError("traces hold no prefixes that requests could share: leave out prefix_cache.")
+
+    def new_kv(self, num_blocks: int, block_size: int, aux_layers: int = 0) -> ReplayTarget:
         return self
 
     def new_states(self) -> None:
