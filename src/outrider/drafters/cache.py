@@ -289,7 +289,7 @@ class PooledKeys:
         for session in self.sessions:
             end, slots = session.length + self.rows, session.slots[layer]
             pages = session.pages[: -(-min(end, slots) // _PAGE)]
-            readers.append(Reader(session.length, range(session.length, end), pages, sees_K, slots))
+            readers.append(Reader(session.length, range(session.length, end), pages, sees_T=sees_K, slots=slots))
         host = plan_of(readers, groups, _PAGE, window=pattern.window)
         numbers = on_device(torch.from_numpy(np.concatenate([host.slots_T, host.numbers])), self.pool.device)
         new_T, rest = numbers.split([len(host.slots_T), len(host.numbers)])

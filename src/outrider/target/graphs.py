@@ -49,7 +49,7 @@ class Shape(NamedTuple):
     @property
     def plan(self) -> Sizes:
         """Sizes of the plan of attention. A request has a row at least."""
-        return Sizes(self.rows, self.rows, most_items(self.rows), self.pages)
+        return Sizes(self.rows, requests=self.rows, items=most_items(self.rows), pages=self.pages)
 
 
 def computed_rows(tokens: int) -> int:

@@ -424,7 +424,7 @@ class RaggedStep:
 def reader_of(span: Span, block_size: int) -> Reader:
     """Return what the rows of a span read."""
     sees_T = None if span.parents is None else bits_of(Branches.of(span.parents))
-    return Reader(span.past, _positions(span), span.blocks[: -(-span.end // block_size)], sees_T)
+    return Reader(span.past, _positions(span), span.blocks[: -(-span.end // block_size)], sees_T=sees_T)
 
 
 def _positions(span: Span) -> Sequence[int]:

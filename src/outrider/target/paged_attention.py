@@ -145,8 +145,8 @@ class Plan:
             rows.view(-1, ROW_FIELDS),
             requests.view(-1, REQUEST_FIELDS),
             items.view(-1, ITEM_FIELDS),
-            pages,
-            page_size,
+            pages_P=pages,
+            page_size=page_size,
             **options,
         )
 

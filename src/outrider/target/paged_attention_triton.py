@@ -146,7 +146,7 @@ def _attend(  # type: ignore[no-untyped-def]
         top = higher
 
     if chunks == 1:
-        out = _normed(acc, top, total, sinks_ptr, heads, SINKS)
+        out = _normed(acc, top, total, sink_ptr=sinks_ptr, heads=heads, SINKS=SINKS)
         out_at = out_ptr + row[:, None] * out_row + heads[:, None] * DIM + dims[None, :]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & inside[None, :])
     else:
@@ -202,7 +202,7 @@ def _combine(  # type: ignore[no-untyped-def]
         total = total * kept + its_total * added
         acc = acc * kept[:, None] + its_sum * added[:, None]
         top = higher
-    out = _normed(acc, top, total, sinks_ptr, tl.where(real, heads, 0), SINKS)
+    out = _normed(acc, top, total, sink_ptr=sinks_ptr, heads=tl.where(real, heads, 0), SINKS=SINKS)
     out_at = out_ptr + row * out_row + heads[:, None] * DIM + dims[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=both)
 
