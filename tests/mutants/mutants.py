@@ -314,7 +314,7 @@ MUTANTS = [
     Mutant("watch_resumes_patience", "a resumed run has its whole patience again", tests="training/test_watch.py",
            where="Watch.load_state_dict", old="state['failed']", new="0"),
     Mutant("learning_rate_one_step_ahead", "steps are taken with the next step's learning rate", tests="training/test_trainer.py",
-           where="Trainer._step", old="learning_rate(step, config)", new="learning_rate(step + 1, config)"),
+           where="Trainer._step", old="learning_rate(scheduled, config)", new="learning_rate(scheduled + 1, config)"),
     Mutant("loss_gradient_inner_missing", "the gradient of the distance lacks <p_d, b>", tests="training/test_objective.py",
            where="reduce_rows", old="scale_C - 2 * l1_C * inner_C", new="scale_C"),
     Mutant("resume_forgets_watch", "a resumed run has forgotten its best drafter", tests="training/test_watch.py",
