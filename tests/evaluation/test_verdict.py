@@ -279,3 +279,20 @@ def test_a_longer_training_goes_on_from_this_drafter_elsewhere(tmp_path: Path, p
     (drafter / "outrider.json").write_text('{"format": 1, "recipe": {"optimizer": {"steps": 20}}}')
     command = _how_to_train(DrafterChoice("directory", str(drafter)), "t", [], tasks=[str(tmp_path / "test.jsonl")])
     assert command == f"outrider train {recipe} start_from={drafter} out={tmp_path / out} optimizer.steps=40"
+
+
+def test_a_difference_without_drafts_is_the_machines() -> None:
+    """A gate that expects nothing of drafts leaves them out: what is measured then says nothing about the drafter."""
+    faster = speedup(1.3)
+    undrafted = faster._replace(accepted_length=1.01)
+    assert drafter_verdict([faster], {})[0].startswith("Verdict: 1.30x plain")
+    first = drafter_verdict([undrafted], {}, keep=["Use it"])
+    assert "no difference" in first[0] and "1.01" in first[0] and "Use it" not in first
+    drafted = faster._replace(accepted_length=1.8)
+    assert drafter_verdict([drafted, undrafted], {})[0].startswith("Verdict: 1.30x plain")
+
+
+def test_a_verdict_beside_uneven_costs_is_in_doubt() -> None:
+    said = drafter_verdict([speedup(1.0)], {}, uneven=True)
+    assert any("in doubt" in line for line in said)
+    assert not any("in doubt" in line for line in drafter_verdict([speedup(1.4)], {}, uneven=True))

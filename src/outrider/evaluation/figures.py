@@ -267,7 +267,7 @@ def speedups(results: Results) -> list[Speedup]:
     """The speedup of each task with its quartiles over turns, for a verdict."""
     return [
         Speedup(task.task, task.speedup, task.speedup_quartiles[0], high=task.speedup_quartiles[2], samples=task.turns,
-                seconds=task.tokens / task.tokens_per_second)
+                seconds=task.tokens / task.tokens_per_second, accepted_length=task.accepted_length)
         for task in results.tasks
     ]  # fmt: skip
 

@@ -5,7 +5,7 @@
 
 (high - low is the distance of the quartiles, 1.35 standard deviations of a normal distribution; to the ratio where a
 few long turns put it beyond them.) A speedup is faster or slower than plain where it differs from 1 by more than its
-error, else no difference can be seen.
+error, else no difference can be seen. With next to no accepted draft there is none either: the machine differed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 _LEAST_ERROR = 0.02  # of a ratio: what the machine's clock drifts between two runs
 _FEW, _FEW_ERROR = 4, 0.10  # quartiles of fewer values say little about their spread
+_UNDRAFTED = 1.03  # an accepted length below which drafts decide nothing
 _VAGUE = 0.10  # an error of a ratio that hides differences worth having: none seen does not mean that there is none
 
 Grade = Literal["faster", "same", "slower"]
@@ -27,6 +28,7 @@ class Speedup(NamedTuple):
     Args:
         name: the task, load or drafter it belongs to.
         seconds: of speculative decoding: its weight among others.
+        accepted_length: tokens per round; None: not known.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Speedup(NamedTuple):
     high: float
     samples: int
     seconds: float = 1.0
+    accepted_length: float | None = None
 
     @property
     def error(self) -> float:
@@ -79,13 +82,22 @@ def drafter_verdict(
     """
     ratio, error = pooled(tasks)
     found, turns, figure = grade(ratio, error), _turns(tasks), _figure(tasks)
+    lengths = [task.accepted_length for task in tasks if task.accepted_length is not None]
+    undrafted = bool(lengths) and max(lengths) < _UNDRAFTED
+    found = "same" if undrafted else found
     vague = found == "same" and error >= _VAGUE
     lines = {
         "faster": [f"Verdict: {figure.replace('x', 'x plain', 1)}: keep it."],
         "same": [f"Verdict: no difference from plain decoding can be seen: {figure}."],
         "slower": [f"Verdict: slower than plain decoding: {figure}."],
     }[found]
-    if vague:
+    if undrafted:
+        lines = [
+            "Verdict: no difference from plain decoding, since next to nothing was drafted (at most "
+            f"{max(lengths):.2f} tokens a round): drafts were not expected to pay. Seconds differ as the machine did: "
+            f"{figure}."
+        ]
+    elif vague:
         lines = [f"Verdict: not known yet: {figure}, give or take {error:.2f}."]
     if chosen:
         lines.append(f"{chosen[0].upper()}{chosen[1:]}.")

@@ -66,6 +66,7 @@ class Uneven(Wrong):
         return seconds_N
 
 
+ACCEPTED = [pytest.param(0.45, marks=pytest.mark.slow), 0.8]
 PROFILES: dict[str, StepCost] = {
     "uneven": Uneven(),
     "drafts ten times too dear": Wrong(drafts=10.0),
@@ -123,7 +124,7 @@ class Wavering(SimulatedEngine):
 def speed(policy: Policy, users: int, accepted: float, seed: int | None = None, beginning: int = BEGINNING) -> float:
     """Tokens per second of so many users at a time, after the first steps; phases of the machine taken out."""
     engine = Wavering(accepted, policy, users, seed)
-    for number, response in enumerate(engine.traces.responses[: users + 8]):
+    for number, response in enumerate(engine.traces.responses[: users + 4]):
         engine.submit(Request(str(number), response.prompt, rules=StopRules(TOKENS, stop_ids=())))
     tokens = seconds = steps = 0.0
     while not engine.idle:
@@ -142,13 +143,13 @@ def by(cost: StepCost) -> SkipDrafting:
 
 
 @pytest.mark.parametrize("users", [1, 4, 16])
-@pytest.mark.parametrize("accepted", [0.45, 0.8])
+@pytest.mark.parametrize("accepted", ACCEPTED)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_wrong_profile_costs_little_after_32_steps(profile: str, accepted: float, users: int) -> None:
     assert speed(by(PROFILES[profile]), users, accepted) >= 0.95 * speed(by(RIGHT), users, accepted)
 
 
-@pytest.mark.parametrize("accepted", [0.45, 0.8])
+@pytest.mark.parametrize("accepted", ACCEPTED)
 def test_without_learning_a_wrong_profile_goes_on_costing(accepted: float) -> None:
     """The test above can fail."""
     slowest = min(speed(by(cost).reproducible(), 1, accepted) for cost in PROFILES.values())
@@ -156,7 +157,7 @@ def test_without_learning_a_wrong_profile_goes_on_costing(accepted: float) -> No
 
 
 @pytest.mark.parametrize("users", [1, 4, 16])
-@pytest.mark.parametrize("accepted", [0.45, 0.8])
+@pytest.mark.parametrize("accepted", ACCEPTED)
 def test_a_machine_of_changing_speed_misleads_nobody(accepted: float, users: int) -> None:
     """What is measured in a slow phase is not compared with what was measured in a fast one: learned costs do as well
     as the right ones."""
