@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import importlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -144,7 +144,9 @@ class SequentialBackend:
         self._rounds.clear()
 
     def acceptance(self) -> Acceptance:
-        return Acceptance(_mean(self._rounds), rounds=len(self._rounds))
+        counts = Counter(size - 1 for size in self._rounds)
+        histogram = tuple(counts[accepted] for accepted in range(max(counts, default=0) + 1))
+        return Acceptance(_mean(self._rounds), rounds=len(self._rounds), histogram=histogram)
 
     def request_stats(self, id: str) -> RequestStats:
         return RequestStats(None, _mean(self._sizes.pop(id)))
