@@ -287,6 +287,33 @@ def test_the_drafter_is_the_torch_drafter(case: str, both: tuple[Target, MLXTarg
             torch.testing.assert_close(row_of(mine, k), row_of(theirs, k), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("trained", [None, 9])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sliding_window_size_is_a_window_in_every_layer_and_bounds_the_cache(
+    causal: bool, trained: int | None, both: tuple[Target, MLXTarget]
+) -> None:
+    """Drafts as of the same weights with that window in torch; the text stays the target's."""
+    target, ours = both
+    windowed = toy_config(sliding_window=6, is_causal=causal)
+    made, theirs = checkpoint(replace(windowed, sliding_window=trained)), checkpoint(windowed).serve(target)
+    drafter = MLXDrafter(made, ours, sliding_window_size=6)
+    mine, session = drafter.new_session(64), theirs.new_session(64)
+    torch.manual_seed(1)
+    for count in (3, 1, 17, 1, 1, 4):
+        aux_TLD = 3 * torch.randn(count, 3, 32)
+        for each, state in ((drafter, mine), (theirs, session)):
+            each.extend([state], [list(range(count))], aux_TLD)
+        found, expected = (each.propose([call(state, 9)])[0] for each, state in ((drafter, mine), (theirs, session)))
+        torch.testing.assert_close(row_of(found, 0), row_of(expected, 0), atol=1e-4, rtol=0)
+        assert found.tokens == expected.tokens
+        assert all(cache.state[0].shape[2] == min(cache.offset, 5) for cache in mine)
+    assert mine[0].offset == 27
+    rules = StopRules(32, ())
+    assert generate(ours, PROMPT, drafter, rules=rules).tokens == plain_mlx(ours, PROMPT, 32)
+    with pytest.raises(ValueError, match="sliding_window_size=1 must be at least 2"):
+        MLXDrafter(made, ours, sliding_window_size=1)
+
+
 def call(session: Any, anchor: int) -> DraftCall:
     params = SamplingParams(temperature=1.0)
     return DraftCall(session, anchor, params, SeenTokens(97), SeededSource(anchor))
