@@ -394,8 +394,8 @@ def test_what_can_be_launched_and_not_exported() -> None:
     assert more == {"vllm": {"lm", "ngram"}, "sglang": {"lm", "ngram"}, "llama.cpp": {"lm", "ngram", "eagle3"}}
 
 
-def by_threes(prompt: Sequence[int], most: int) -> Iterator[list[int]]:
-    tokens = response(prompt, most)
+def by_threes(request: Request) -> Iterator[list[int]]:
+    tokens = response(request.prompt, request.rules.max_new_tokens)
     while tokens:
         yield tokens[:3]
         tokens = tokens[3:]

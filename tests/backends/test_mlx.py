@@ -545,6 +545,7 @@ def test_eval_on_mlx(on_disk: tuple[Path, Path], tmp_path: Path) -> None:
     run = CliRunner().invoke(app, arguments)
     assert run.exit_code == 0, run.output
     results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["tasks"][0]["generation_tps"] > 0
     assert results["tasks"][0]["greedy_identical"] and set(results["settings"]["backend"]) == {"mlx", "mlx-lm"}
     refused = CliRunner().invoke(app, [*arguments, "--tree", "8"])
     assert refused.exit_code != 0 and "--tree" in str(refused.exception)
@@ -563,6 +564,15 @@ def test_bench_on_mlx(on_disk: tuple[Path, Path], tmp_path: Path) -> None:
     assert [(p.variant, p.level, p.same) for p in frontier.points] == [("none", 1, 2), ("speculative", 1, 2)]
     assert frontier.points[0].median("tau") == 1 <= (frontier.points[1].median("tau") or 0)
     assert frontier.settings["backend"] == "mlx" and (tmp_path / "out" / "frontier.png").is_file()
+    sampled = [*arguments, drafter, "--out", str(tmp_path / "sampled"), "--temperature", "1", "--coupled"]
+    run = CliRunner().invoke(app, sampled)
+    assert run.exit_code == 0, (run.output, run.exception)
+    reference = {name: json.loads((tmp_path / name / "reference.json").read_text()) for name in ("out", "sampled")}
+    assert reference["out"] != reference["sampled"], "temperature reaches the decoder"
+    coupled = Frontier.load(tmp_path / "sampled" / "frontier.json").points
+    assert [(p.variant, p.same) for p in coupled] == [("none", 2), ("speculative", 2)]
+    assert all(p.median("generation_tps") for p in [*frontier.points, *coupled])
+    assert frontier.points[0].acceptance_histogram and not any(frontier.points[0].acceptance_histogram[1:])
     refused = CliRunner().invoke(app, [*arguments, "ngram", "--out", str(tmp_path / "other")])
     assert isinstance(refused.exception, ValueError) and "a trained drafter, not with ngram" in str(refused.exception)
 
@@ -575,9 +585,10 @@ def test_multi_turn_evaluation_and_the_bench_entry(on_disk: tuple[Path, Path]) -
     (pairs,) = decode_turns(target, MLXDrafter(drafter, target), [turns], config, policy=FixedPolicy(), flip=False)
     assert [pair.verdict for pair in pairs] == ["same", "same"]
     plain, speculative = (decoder(str(on_disk[0]), where) for where in (None, on_disk[1]))
-    rounds = list(plain(PROMPT, 10))
+    request = Request("", PROMPT, SamplingParams(), StopRules(10))
+    rounds = list(plain(request))
     assert all(len(tokens) == 1 for tokens in rounds)
-    assert list(chain.from_iterable(rounds)) == list(chain.from_iterable(speculative(PROMPT, 10)))
+    assert list(chain.from_iterable(rounds)) == list(chain.from_iterable(speculative(request)))
 
 
 def test_streaming_stops_inside_a_block() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from outrider.backends.mlx.target import MLXTarget, load_mlx_target, to_mlx, to_torch
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from outrider.decoding.generate import stream
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request
 from outrider.drafters.base import DraftCall, Drafter, capped, check_embedding_scale, check_fits, longest_draft
 from outrider.drafters.cache import serving_mask
 from outrider.drafters.chain import sample_chain
@@ -378,8 +378,8 @@ class _MLXLinear(torch.nn.Module):
 _load = lru_cache(maxsize=1)(load_mlx_target)  # plain and speculative decoding share one target
 
 
-def decoder(target: str, drafter: Path | None) -> Callable[[Sequence[int], int], Iterator[list[int]]]:
-    """(prompt tokens, most tokens of the response) -> the tokens of each round, greedily, stop token included.
+def decoder(target: str, drafter: Path | None) -> Callable[[Request], Iterator[list[int]]]:
+    """A function of a request that yields the tokens of each round, stop token included.
 
     Args:
         target: as for `load_mlx_target`.
@@ -393,8 +393,8 @@ def decoder(target: str, drafter: Path | None) -> Callable[[Sequence[int], int],
         None if drafter is None else MLXDrafter(load_checkpoint(drafter, num_target_layers=loaded.num_layers), loaded)
     )
 
-    def decode(prompt: Sequence[int], most: int) -> Iterator[list[int]]:
-        for chunk in stream(loaded, prompt, served, rules=StopRules(most)):
+    def decode(request: Request) -> Iterator[list[int]]:
+        for chunk in stream(loaded, request.prompt, served, request.params, request.rules):
             yield chunk.tokens
 
     return decode

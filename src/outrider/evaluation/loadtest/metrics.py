@@ -3,6 +3,7 @@
 tokens/s      all tokens of the window / its seconds
 user speed    (tokens - those of the first output) / (last - first output) of a request; p95 is what 95 % at least get
 TTFT          first output - arrival
+generation    tokens / (last - first output) of a request: mlx-lm's generation_tps, which counts the first output, too
 budget        (admitted + requests) / requests: rows verified per request and step        tau  committed / requests
 acceptance    accepted / admitted
 histogram     rounds of all requests by accepted drafts, 0, 1, 2 ...; servers count those with drafts alone
@@ -61,6 +62,7 @@ class Metrics(BaseModel):
     tau: float | None
     draft_share: float | None
     drafting_share: float | None  # of the requests of a step, how many drafted
+    generation_tps: float | None = None  # the median request's
 
 
 class RequestFigures(BaseModel):
@@ -120,6 +122,8 @@ def summarise(window: Window, sla: Sla) -> Metrics:
             f"no request was answered within {window.seconds:.3g} s; give --seconds-per-point more, or count requests."
         )
     speeds = [speed for served in requests if (speed := user_speed(served)) is not None]
+    spans = [(len(served.tokens), served.times[-1] - served.times[0]) for served in requests]
+    rates = [tokens / span for tokens, span in spans if span > 0]
     firsts = [ttft(served) for served in requests]
     gaps = [later - earlier for served in requests for earlier, later in pairwise(served.times)]
     decoded, admitted = sum(s.requests for s in steps), sum(s.admitted for s in steps)
@@ -147,6 +151,7 @@ def summarise(window: Window, sla: Sla) -> Metrics:
         tau=acceptance.accepted_length,
         draft_share=_ratio(sum(s.draft_seconds for s in steps), sum(s.seconds for s in steps)),
         drafting_share=_ratio(sum(s.drafting for s in steps), decoded),
+        generation_tps=_quantile(rates, 0.5),
     )
 
 
@@ -454,14 +459,15 @@ class PointSummary(BaseModel):
     @field_validator("quartiles")
     @classmethod
     def _complete(cls, quartiles: dict[str, Quartiles | None]) -> dict[str, Quartiles | None]:
-        if missing := sorted({*Metrics.model_fields} - {*quartiles}):
+        needed = {name for name, field in Metrics.model_fields.items() if field.is_required()}
+        if missing := sorted(needed - {*quartiles}):
             raise ValueError(f"no {', '.join(missing)}")
         if quartiles["tokens_per_second"] is None:
             raise ValueError("no tokens_per_second")
         return quartiles
 
     def median(self, figure: str) -> float | None:
-        found = self.quartiles[figure]
+        found = self.quartiles.get(figure)
         return None if found is None else found[1]
 
     def shown(self, figure: str, scale: float = 1.0, form: str = ".1f") -> str:
