@@ -394,7 +394,7 @@ def decoder(target: str, drafter: Path | None) -> Callable[[Request], Iterator[l
     )
 
     def decode(request: Request) -> Iterator[list[int]]:
-        for chunk in stream(loaded, request.prompt, served, request.params, request.rules):
+        for chunk in stream(loaded, request.prompt, served, params=request.params, rules=request.rules):
             yield chunk.tokens
 
     return decode
