@@ -196,6 +196,29 @@ def test_a_multimodal_directory_is_a_target(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(output.logits_BTV, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_sparse_attention_is_refused_where_its_indexer_leaves_keys_out() -> None:
+    """Up to `index_topk` tokens it is attention to all keys; beyond them transformers computes something else."""
+    fields = {**PUBLISHED["glm_moe_dsa"].to_dict(), "index_topk": 24}
+    target, wide = random_target(PUBLISHED["glm_moe_dsa"].__class__(**fields), "toy"), published_target("glm_moe_dsa")
+    tokens = torch.randint(4, 97, (1, 40))
+    with torch.no_grad():
+        sparse, full = target.model(tokens).logits, wide.model(tokens).logits
+    torch.testing.assert_close(sparse[:, :24], full[:, :24], atol=1e-4, rtol=1e-4)
+    assert (sparse - full)[:, 24:].abs().amax() > 1e-2 and target.max_context == 24
+    found = target.forward(tokens[:, :24], target.new_cache(40), logits=None).logits_BTV
+    assert found is not None
+    torch.testing.assert_close(found, sparse[:, :24], atol=1e-4, rtol=1e-4)
+    longer = tokens[0, :25].tolist()
+    calls: list[Callable[[], object]] = [
+        lambda: target.forward(tokens[:, :25], target.new_cache(40)),
+        lambda: target.forward_ragged([Span(longer, 0, [0, 1, 2, 3], 1)], target.new_kv(4, 8)),
+        lambda: target.prefill_packed([longer], (1,)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"24 keys of each text at most \(index_topk\), and 25 tokens"):
+            call()
+
+
 def test_mxfp4_weights_are_dequantised(tmp_path: Path) -> None:
     """gpt-oss as it is published: values of sign, exponent and mantissa in four bits, 32 of them sharing a scale."""
     config = PUBLISHED["gpt_oss"].__class__(**{**PUBLISHED["gpt_oss"].to_dict(), "intermediate_size": 64})

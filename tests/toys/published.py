@@ -8,6 +8,7 @@ from transformers import (
     Gemma4Config,
     Gemma4TextConfig,
     Gemma4UnifiedConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     Kimi_K25Config,
     LlamaConfig,
@@ -128,6 +129,14 @@ def _configs() -> dict[str, PretrainedConfig]:
             vision_config=QWEN_VISION,
         ),
         "deepseek_v3": DeepseekV3Config(**DEEPSEEK),
+        # Above the texts of tests: the indexer selects every key.
+        "glm_moe_dsa": GlmMoeDsaConfig(
+            **{**DEEPSEEK, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+            index_topk=200,
+            index_head_dim=8,
+            index_n_heads=2,
+            indexer_types=["full", "full", "shared", "full", "shared"],
+        ),
         # Kimi-K2 is DeepSeek-V3 with one group of experts; its checkpoints call it so inside kimi_k25.
         "kimi_k2.5 (nested)": Kimi_K25Config(
             text_config={**DEEPSEEK, "model_type": "kimi_k2", "n_group": 1, "topk_group": 1},
