@@ -179,6 +179,27 @@ def test_left_padded_batch_equals_single_sequences(name: str) -> None:
         assert compare_greedy(target, prompt, plain, tokens) != "mismatch"
 
 
+def test_kimi_is_read_under_its_published_names(tmp_path: Path) -> None:
+    """transformers writes the language model's layers under another name than Moonshot; its type is `kimi_k2` there."""
+    made = published_target("kimi_k2.5 (nested)")
+    made.model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    ours, theirs = "language_model.model.blocks.", "language_model.model.layers."
+    renamed = {name.replace(ours, theirs): weight for name, weight in weights.items()}
+    assert renamed.keys() != weights.keys()
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["model_type"] = "kimi_k2"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, expected = (
+        target.forward(torch.tensor([PROMPT]), target.new_cache(21), logits=None).logits_BTV
+        for target in (load_target(tmp_path), made)
+    )
+    assert found is not None and expected is not None
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("name", NESTED)
 def test_a_multimodal_directory_is_a_target(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
