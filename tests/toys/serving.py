@@ -108,5 +108,5 @@ def serving(
         assert not thread.is_alive(), "the server did not end"
 
 
-def _refused(*_: object, **__: object) -> NoReturn:
+def _refused(*_: object) -> NoReturn:
     raise ValueError("tests measure nothing")
