@@ -111,6 +111,16 @@ def test_metrics_pages() -> None:
     assert (found.accepted_length, found.acceptance, found.rounds) == (1.6, 0.2, 10)
     assert acceptance_between(names, {}, {}).accepted_length is None
     assert acceptance_between(names, {"rounds": [3]}, {"rounds": [3], "accepted": [0]}).accepted_length is None
+    names = MetricNames.counters("vllm")
+    before = {
+        names.rounds: [4.0],
+        names.accepted: [5.0],
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total": [4.0, 1.0],
+    }
+    after = {name: [8.0 * value for value in values] for name, values in before.items()}
+    assert acceptance_between(names, before, after).histogram == (0, 21, 7)  # 28 rounds, 28 and 7 accepted
+    two = {name: values * 2 for name, values in after.items()}
+    assert acceptance_between(names, {}, two).histogram is None, "which values are of which engine is not known"
     gauge = MetricNames(length="length")
     assert acceptance_between(gauge, {}, {"length": [2.0, 4.0, 0.0]}).accepted_length == 3.0
     assert acceptance_between(gauge, {}, {"length": [0.0]}).accepted_length is None
@@ -130,11 +140,13 @@ def test_a_server_under_load(style: str, kind: str) -> None:
         assert served.accepted_length == (None if kind == "openai" else pytest.approx(7 / 3))
     assert found.ttft_p50 is not None and found.ttft_p50 >= 0.002 and found.gap_p50 is not None and found.steps == 0
     if kind == "openai":
-        assert found.tau is None and found.acceptance is None
+        assert found.tau is None and found.acceptance is None and window.histogram is None
     else:
         assert (
             found.tau is not None and 1 < found.tau <= 3 and found.acceptance is not None and 0 < found.acceptance < 1
         )
+        assert window.histogram is not None and window.histogram[1] == 0, "every round accepts both drafts or none"
+        assert found.tau == pytest.approx(1 + 2 * window.histogram[2] / sum(window.histogram))
     assert all(("return_token_ids" in body) == (kind == "vllm") for body in engine.bodies)
     neutral = {"vllm": ("repetition_penalty", 1.0), "llama.cpp": ("repeat_penalty", 1.0)}.get(kind)
     assert neutral is None or all(neutral in body.items() for body in engine.bodies)
@@ -382,8 +394,8 @@ def test_what_can_be_launched_and_not_exported() -> None:
     assert more == {"vllm": {"lm", "ngram"}, "sglang": {"lm", "ngram"}, "llama.cpp": {"lm", "ngram", "eagle3"}}
 
 
-def by_threes(prompt: Sequence[int], most: int) -> Iterator[list[int]]:
-    tokens = response(prompt, most)
+def by_threes(request: Request) -> Iterator[list[int]]:
+    tokens = response(request.prompt, request.rules.max_new_tokens)
     while tokens:
         yield tokens[:3]
         tokens = tokens[3:]

@@ -287,6 +287,33 @@ def test_the_drafter_is_the_torch_drafter(case: str, both: tuple[Target, MLXTarg
             torch.testing.assert_close(row_of(mine, k), row_of(theirs, k), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("trained", [None, 9])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sliding_window_size_is_a_window_in_every_layer_and_bounds_the_cache(
+    causal: bool, trained: int | None, both: tuple[Target, MLXTarget]
+) -> None:
+    """Drafts as of the same weights with that window in torch; the text stays the target's."""
+    target, ours = both
+    windowed = toy_config(sliding_window=6, is_causal=causal)
+    made, theirs = checkpoint(replace(windowed, sliding_window=trained)), checkpoint(windowed).serve(target)
+    drafter = MLXDrafter(made, ours, sliding_window_size=6)
+    mine, session = drafter.new_session(64), theirs.new_session(64)
+    torch.manual_seed(1)
+    for count in (3, 1, 17, 1, 1, 4):
+        aux_TLD = 3 * torch.randn(count, 3, 32)
+        for each, state in ((drafter, mine), (theirs, session)):
+            each.extend([state], [list(range(count))], aux_TLD)
+        found, expected = (each.propose([call(state, 9)])[0] for each, state in ((drafter, mine), (theirs, session)))
+        torch.testing.assert_close(row_of(found, 0), row_of(expected, 0), atol=1e-4, rtol=0)
+        assert found.tokens == expected.tokens
+        assert all(cache.state[0].shape[2] == min(cache.offset, 5) for cache in mine)
+    assert mine[0].offset == 27
+    rules = StopRules(32, ())
+    assert generate(ours, PROMPT, drafter, rules=rules).tokens == plain_mlx(ours, PROMPT, 32)
+    with pytest.raises(ValueError, match="sliding_window_size=1 must be at least 2"):
+        MLXDrafter(made, ours, sliding_window_size=1)
+
+
 def call(session: Any, anchor: int) -> DraftCall:
     params = SamplingParams(temperature=1.0)
     return DraftCall(session, anchor, params, SeenTokens(97), SeededSource(anchor))
@@ -518,6 +545,7 @@ def test_eval_on_mlx(on_disk: tuple[Path, Path], tmp_path: Path) -> None:
     run = CliRunner().invoke(app, arguments)
     assert run.exit_code == 0, run.output
     results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["tasks"][0]["generation_tps"] > 0
     assert results["tasks"][0]["greedy_identical"] and set(results["settings"]["backend"]) == {"mlx", "mlx-lm"}
     refused = CliRunner().invoke(app, [*arguments, "--tree", "8"])
     assert refused.exit_code != 0 and "--tree" in str(refused.exception)
@@ -536,6 +564,15 @@ def test_bench_on_mlx(on_disk: tuple[Path, Path], tmp_path: Path) -> None:
     assert [(p.variant, p.level, p.same) for p in frontier.points] == [("none", 1, 2), ("speculative", 1, 2)]
     assert frontier.points[0].median("tau") == 1 <= (frontier.points[1].median("tau") or 0)
     assert frontier.settings["backend"] == "mlx" and (tmp_path / "out" / "frontier.png").is_file()
+    sampled = [*arguments, drafter, "--out", str(tmp_path / "sampled"), "--temperature", "1", "--coupled"]
+    run = CliRunner().invoke(app, sampled)
+    assert run.exit_code == 0, (run.output, run.exception)
+    reference = {name: json.loads((tmp_path / name / "reference.json").read_text()) for name in ("out", "sampled")}
+    assert reference["out"] != reference["sampled"], "temperature reaches the decoder"
+    coupled = Frontier.load(tmp_path / "sampled" / "frontier.json").points
+    assert [(p.variant, p.same) for p in coupled] == [("none", 2), ("speculative", 2)]
+    assert all(p.median("generation_tps") for p in [*frontier.points, *coupled])
+    assert frontier.points[0].acceptance_histogram and not any(frontier.points[0].acceptance_histogram[1:])
     refused = CliRunner().invoke(app, [*arguments, "ngram", "--out", str(tmp_path / "other")])
     assert isinstance(refused.exception, ValueError) and "a trained drafter, not with ngram" in str(refused.exception)
 
@@ -548,9 +585,10 @@ def test_multi_turn_evaluation_and_the_bench_entry(on_disk: tuple[Path, Path]) -
     (pairs,) = decode_turns(target, MLXDrafter(drafter, target), [turns], config, policy=FixedPolicy(), flip=False)
     assert [pair.verdict for pair in pairs] == ["same", "same"]
     plain, speculative = (decoder(str(on_disk[0]), where) for where in (None, on_disk[1]))
-    rounds = list(plain(PROMPT, 10))
+    request = Request("", PROMPT, SamplingParams(), StopRules(10))
+    rounds = list(plain(request))
     assert all(len(tokens) == 1 for tokens in rounds)
-    assert list(chain.from_iterable(rounds)) == list(chain.from_iterable(speculative(PROMPT, 10)))
+    assert list(chain.from_iterable(rounds)) == list(chain.from_iterable(speculative(request)))
 
 
 def test_streaming_stops_inside_a_block() -> None:

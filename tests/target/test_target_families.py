@@ -179,6 +179,27 @@ def test_left_padded_batch_equals_single_sequences(name: str) -> None:
         assert compare_greedy(target, prompt, plain, tokens) != "mismatch"
 
 
+def test_kimi_is_read_under_its_published_names(tmp_path: Path) -> None:
+    """transformers writes the language model's layers under another name than Moonshot; its type is `kimi_k2` there."""
+    made = published_target("kimi_k2.5 (nested)")
+    made.model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    ours, theirs = "language_model.model.blocks.", "language_model.model.layers."
+    renamed = {name.replace(ours, theirs): weight for name, weight in weights.items()}
+    assert renamed.keys() != weights.keys()
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["model_type"] = "kimi_k2"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, expected = (
+        target.forward(torch.tensor([PROMPT]), target.new_cache(21), logits=None).logits_BTV
+        for target in (load_target(tmp_path), made)
+    )
+    assert found is not None and expected is not None
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("name", NESTED)
 def test_a_multimodal_directory_is_a_target(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -194,6 +215,29 @@ def test_a_multimodal_directory_is_a_target(name: str, tmp_path: Path) -> None:
         expected = whole(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
     assert output.logits_BTV is not None
     torch.testing.assert_close(output.logits_BTV, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_sparse_attention_is_refused_where_its_indexer_leaves_keys_out() -> None:
+    """Up to `index_topk` tokens it is attention to all keys; beyond them transformers computes something else."""
+    fields = {**PUBLISHED["glm_moe_dsa"].to_dict(), "index_topk": 24}
+    target, wide = random_target(PUBLISHED["glm_moe_dsa"].__class__(**fields), "toy"), published_target("glm_moe_dsa")
+    tokens = torch.randint(4, 97, (1, 40))
+    with torch.no_grad():
+        sparse, full = target.model(tokens).logits, wide.model(tokens).logits
+    torch.testing.assert_close(sparse[:, :24], full[:, :24], atol=1e-4, rtol=1e-4)
+    assert (sparse - full)[:, 24:].abs().amax() > 1e-2 and target.max_context == 24
+    found = target.forward(tokens[:, :24], target.new_cache(40), logits=None).logits_BTV
+    assert found is not None
+    torch.testing.assert_close(found, sparse[:, :24], atol=1e-4, rtol=1e-4)
+    longer = tokens[0, :25].tolist()
+    calls: list[Callable[[], object]] = [
+        lambda: target.forward(tokens[:, :25], target.new_cache(40)),
+        lambda: target.forward_ragged([Span(longer, 0, [0, 1, 2, 3], 1)], target.new_kv(4, 8)),
+        lambda: target.prefill_packed([longer], (1,)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"24 keys of each text at most \(index_topk\), and 25 tokens"):
+            call()
 
 
 def test_mxfp4_weights_are_dequantised(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class FakeEngine:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    accepted_K: list[int] = field(default_factory=list)  # at each position
 
     def parts(self, body: dict[str, Any]) -> Iterator[list[int]]:
         prompt = body.get("prompt") or list(json.dumps(body["messages"]).encode())
@@ -63,12 +64,17 @@ class FakeEngine:
                 self.rounds += 1
                 self.drafted += self.drafts
                 self.accepted += len(part) - 1
+                self.accepted_K = self.accepted_K or [0] * self.drafts
+                for position in range(len(part) - 1):
+                    self.accepted_K[position] += 1
             yield part
 
     def metrics(self) -> str:
         name = {"vllm": "vllm", "forge": "forge"}.get(self.style, "llamacpp")
         counts = {"drafts": self.rounds, "draft_tokens": self.drafted, "accepted_tokens": self.accepted}
         lines = [f'{name}:spec_decode_num_{key}_total{{engine="0"}} {float(value)}' for key, value in counts.items()]
+        at = f'{name}:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="'
+        lines += [f'{at}{position}"}} {float(value)}' for position, value in enumerate(self.accepted_K)]
         return "# HELP x y\n" + "\n".join(lines) + "\nbroken line here x\n"
 
 

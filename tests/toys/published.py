@@ -8,7 +8,9 @@ from transformers import (
     Gemma4Config,
     Gemma4TextConfig,
     Gemma4UnifiedConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
+    Kimi_K25Config,
     LlamaConfig,
     PretrainedConfig,
     Qwen3_5Config,
@@ -72,6 +74,14 @@ QWEN_VISION = {
     "out_hidden_size": 32,
     "num_position_embeddings": 16,
 }
+KIMI_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
 DEEPSEEK = {
     **{key: value for key, value in TOY.items() if key not in ("head_dim", "num_key_value_heads")},
     "num_key_value_heads": 4,
@@ -119,6 +129,21 @@ def _configs() -> dict[str, PretrainedConfig]:
             vision_config=QWEN_VISION,
         ),
         "deepseek_v3": DeepseekV3Config(**DEEPSEEK),
+        # Above the texts of tests: the indexer selects every key.
+        "glm_moe_dsa": GlmMoeDsaConfig(
+            **{**DEEPSEEK, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+            index_topk=200,
+            index_head_dim=8,
+            index_n_heads=2,
+            indexer_types=["full", "full", "shared", "full", "shared"],
+        ),
+        # Kimi-K2 is DeepSeek-V3 with one group of experts; its checkpoints call it so inside kimi_k25.
+        "kimi_k2.5 (nested)": Kimi_K25Config(
+            text_config={**DEEPSEEK, "model_type": "kimi_k2", "n_group": 1, "topk_group": 1},
+            vision_config=KIMI_VISION,
+            projection_hidden_size=16,
+            tie_word_embeddings=False,
+        ),
     }
 
 

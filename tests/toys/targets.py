@@ -7,7 +7,6 @@ from typing import cast
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -21,6 +20,7 @@ from transformers import (
 from outrider.data.responses import Sample
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dspark import DSparkConfig
+from outrider.target.loading import auto_class
 from outrider.target.model import Target
 
 TOY = {
@@ -66,7 +66,7 @@ def toy_target(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.
 def random_target(config: PretrainedConfig, name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Target:
     """A random model of that config, with norms away from one; the same weights in any `dtype` but for rounding."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for place, parameter in model.named_parameters():
             if "norm" in place:

@@ -115,6 +115,11 @@ class MetricNames:
         name = prefix + ":spec_decode_num_{}_total"
         return MetricNames(name.format("drafts"), name.format("draft_tokens"), name.format("accepted_tokens"))
 
+    def accepted_K(self, page: Mapping[str, Sequence[float]]) -> Sequence[float]:
+        """Drafts accepted at each position, of the values on /metrics by name; () if it does not count them so."""
+        name = (self.accepted or "").replace("_total", "_per_pos_total")
+        return page.get(name) or page.get(name.removesuffix("_total"), ())  # the latter: newer llama.cpp
+
 
 # What a request leaves out, servers take from the target's generation settings; decoding here has no penalties.
 NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -169,6 +174,17 @@ class Counts:
 def at_positions(histogram: Sequence[int]) -> tuple[int, ...]:
     """Drafts accepted at each position, from the numbers of rounds that accepted 0, 1, 2 ... drafts."""
     return tuple(sum(histogram[k + 1 :]) for k in range(len(histogram) - 1))
+
+
+def rounds_by_accepted(rounds: int, accepted_K: Sequence[int]) -> tuple[int, ...] | None:
+    """Numbers of rounds that accepted 0, 1, 2 ... drafts, from the drafts accepted at each position.
+
+    None where they cannot be those of one engine, as if the counts of several stand one after another.
+    """
+    at_least = (rounds, *accepted_K)
+    if list(at_least) != sorted(at_least, reverse=True) or at_least[-1] < 0:
+        return None
+    return tuple(here - deeper for here, deeper in zip(at_least, (*accepted_K, 0), strict=True))
 
 
 class ExternalEngine:
@@ -377,11 +393,15 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance in a window: tokens per round with the bonus, accepted drafts per verified one; None: not reported."""
+    """Acceptance in a window: tokens per round with the bonus, accepted drafts per verified one; None: not reported.
+
+    `histogram`: numbers of rounds that accepted 0, 1, 2 ... drafts.
+    """
 
     accepted_length: float | None
     acceptance: float | None = None
     rounds: float | None = None
+    histogram: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

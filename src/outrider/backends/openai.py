@@ -32,7 +32,7 @@ from httpx_sse import aconnect_sse
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedTokenizerBase
 
-from outrider.backends.base import Acceptance, ExternalEngine, MetricNames, RequestStats
+from outrider.backends.base import Acceptance, ExternalEngine, MetricNames, RequestStats, rounds_by_accepted
 from outrider.decoding.request import Output, Request, StepRecord
 from outrider.utils.documents import parse_json
 from outrider.utils.terminal import printable
@@ -343,7 +343,14 @@ def acceptance_between(
     length = sum(shown) / len(shown) if shown else None
     if accepted is not None and rounds:
         length = 1 + accepted / rounds
-    return Acceptance(length, accepted / drafted if accepted is not None and drafted else None, rounds)
+    new = names.accepted_K(after)
+    old = names.accepted_K(before) or [0.0] * len(new)
+    histogram = None
+    if rounds and new and len(after[names.rounds or ""]) == 1:
+        accepted_K = [round(b - a) for a, b in zip(old, new, strict=True)]
+        histogram = rounds_by_accepted(round(rounds), accepted_K)
+    share = accepted / drafted if accepted is not None and drafted else None
+    return Acceptance(length, share, rounds, histogram=histogram)
 
 
 # ----------------------------------------------------------------------------

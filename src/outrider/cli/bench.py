@@ -93,13 +93,17 @@ def _gain_cell(gain: Gain) -> str:
 
 
 def show_points(frontier: Frontier, console: Console) -> None:
-    from outrider.evaluation.loadtest.metrics import table_rows
+    from outrider.evaluation.loadtest.metrics import histogram_rows, table_rows
 
     headings, *rows = table_rows(frontier)
     ours = "draft in % of the time" if "draft" in headings else "gap between outputs in ms"
     title = f"medians; {frontier.arrivals} arrivals; TTFT in ms, {ours}, other: mismatches"
     table = terminal_table(headings, rows, text=("variant",), title=title, box=None, padding=(0, 1, 0, 0))
     console.print(table)
+    if histogram := histogram_rows(frontier):
+        headings, *rows = histogram
+        show_lines(console, "rounds by accepted drafts, in % (below: how many were accepted)")
+        console.print(terminal_table(headings, rows, text=("variant",), box=None, padding=(0, 1, 0, 0)))
     for level in frontier.levels:
         console.print(
             f"load {level.level:g}: best adaptive {level.adaptive} is {level.ratio:.3f}x best static {level.static}",

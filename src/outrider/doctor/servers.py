@@ -268,10 +268,8 @@ def between(first: Mapping[str, Sequence[float]], last: Mapping[str, Sequence[fl
             round(sum(last.get(name or "", ())) - sum(first.get(name or "", ())))
             for name in (names.rounds, names.accepted, names.drafted)
         )
-        positions = names.accepted.replace("_total", "_per_pos_total")
-        positions = positions if positions in last else positions.removesuffix("_total")  # newer llama.cpp
-        new = last.get(positions, ())
-        old = first.get(positions) or [0.0] * len(new)
+        new = names.accepted_K(last)
+        old = names.accepted_K(first) or [0.0] * len(new)
         by_position = tuple(round(b - a) for a, b in zip(old, new, strict=True))
         return Counts(rounds, accepted, by_position or None, drafted=drafted, slots=len(new) or None)
     return None

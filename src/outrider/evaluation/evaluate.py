@@ -305,6 +305,7 @@ def _task_result(
     tokens = sum(len(turn.speculative.tokens) for turn in turns)
     rate = tokens / sum(turn.speculative.seconds for turn in turns)
     plain_rate = sum(len(turn.plain.tokens) for turn in turns) / plain_seconds
+    after_prefill = sum(r.seconds for turn in turns for r in turn.speculative.rounds[1:])
     verdicts = [turn.verdict for turn in turns]
     return TaskResult(
         task=name,
@@ -316,6 +317,7 @@ def _task_result(
         conditional_acceptance=conditional,
         acceptance_histogram=histogram,
         tokens_per_second=rate,
+        generation_tps=tokens / after_prefill if after_prefill else None,
         baseline_tokens_per_second=plain_rate,
         speedup=rate / plain_rate,
         speedup_quartiles=list(quartiles([_rate(turn.speculative) / _rate(turn.plain) for turn in turns])),

@@ -44,7 +44,7 @@ from outrider.evaluation.calibration.fit import Calibration, SweepPoint
 from outrider.evaluation.comparison import Comparison, figures_of, load_comparison
 from outrider.evaluation.draft_cost import DraftCosts, cost_cells, cost_title, load_costs, plot_draft_cost
 from outrider.evaluation.loadtest import plots as loads
-from outrider.evaluation.loadtest.metrics import Frontier, speedups, table_rows
+from outrider.evaluation.loadtest.metrics import Frontier, histogram_rows, speedups, table_rows
 from outrider.evaluation.loadtest.simulate import PointError, errors_of, load_validation, validation_rows
 from outrider.evaluation.model_card import calibration_rows, eval_command
 from outrider.evaluation.plots import MOST_SERIES, short_name
@@ -260,6 +260,8 @@ def _frontier_section(content: Frontier) -> PageSection:
         drawn(loads.plot_load, content, "Throughput and rows verified against the load",
               note="Figure 8 of DSpark, arXiv 2607.05147"),
     ]  # fmt: skip
+    if histogram_rows(content):
+        pictures.append(drawn(loads.plot_accepted, content, "Share of rounds by accepted drafts, a line per variant"))
     if any(gain.ratio for gain in content.gains):
         pictures.append(drawn(loads.plot_gains, content, "Gains at equal user speed and throughput"))
     means = {name: sum(level.ratio for level in levels) / len(levels) for name, levels in ratios.items()}

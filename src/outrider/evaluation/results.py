@@ -36,6 +36,8 @@ class TaskResult(BaseModel):
     conditional_acceptance: list[Amount | None]  # None: no round verified this position
     acceptance_histogram: list[Annotated[int, Field(ge=0)]]
     tokens_per_second: Annotated[Amount, Field(gt=0)]
+    # mlx-lm's name and way: all tokens / the seconds behind the first round of a response, which has the prefill.
+    generation_tps: Amount | None = None
     baseline_tokens_per_second: Annotated[Amount, Field(gt=0)]
     speedup: Amount
     speedup_quartiles: list[Amount] = Field(min_length=3, max_length=3)

@@ -7,7 +7,7 @@ Shapes: K kv heads, H query heads, E head dim, T rows; the leading 1 is transfor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -83,11 +83,20 @@ def _recurrence_by_span(module: Any, hidden_states: Tensor, *, ragged_step: Ragg
     return torch.cat(outputs, dim=1)
 
 
+def _every_key(module: Any, *, prev_topk_indices: Tensor | None = None, **inputs: Any) -> tuple[Any, Any, None]:
+    """Run sparse attention whose indexer would select every key: it is DeepSeek-V3's, with the same parameters."""
+    # Here: transformers loads a family's modules when they are asked for, which takes a while.
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    output, weights, *_ = DeepseekV3Attention.forward(module, **inputs)
+    return output, weights, None
+
+
 @contextmanager
-def recurrence_by_span(modules: Sequence[Any]) -> Iterator[None]:
-    """Make these recurrent modules accept the rows of a ragged forward inside the block."""
+def forwards_replaced(modules: Sequence[Any], forward: Callable[..., Any]) -> Iterator[None]:
+    """Make these modules run `forward(module, ...)` inside the block."""
     for module in modules:
-        module.forward = partial(_recurrence_by_span, module)
+        module.forward = partial(forward, module)
     try:
         yield
     finally:
@@ -113,6 +122,12 @@ def text_decoder(model: Any) -> Any:
     return getattr(model.model, "language_model", model.model)
 
 
+def most_keys(config: PretrainedConfig) -> int | None:
+    """How many keys an indexer selects for each row (`index_topk` of GLM-5); None: the family has no indexer."""
+    found: int | None = getattr(config, "index_topk", None)
+    return found
+
+
 class FamilyDecoder:
     """Runs a decoder of transformers with the cache, trees and ragged batches of this package."""
 
@@ -125,6 +140,10 @@ class FamilyDecoder:
         for index, layer in enumerate(self.module.layers[:-1]):  # the last aux layer is the model's output
             layer.register_forward_hook(self._hook(index))
         self._recurrent = list(recurrent_modules(self.module).values())
+        self._selecting = most_keys(config)
+        self._sparse = [] if self._selecting is None else [layer.self_attn for layer in self.module.layers]
+        if self._sparse:
+            config.rope_interleave = True  # pairs side by side, which this family's modules do without asking
         for recurrent in self._recurrent:
             recurrent.register_forward_pre_hook(remember_inputs, with_kwargs=True)
 
@@ -145,6 +164,7 @@ class FamilyDecoder:
     ) -> AuxOutput:
         """Run T new tokens after those in `cache`, as `FusedDecoder.forward`."""
         B, T = tokens_BT.shape
+        self._check_keys(cache.length + T)
         mask: Any = None
         if branches is not None:
             mask = self._branch_masks(cache, branches)
@@ -168,21 +188,36 @@ class FamilyDecoder:
 
     def forward_ragged(self, step: RaggedStep, aux_layers: tuple[int, ...]) -> AuxOutput:
         """Run the rows of many requests, B = 1, with the attention of `step`."""
+        self._check_keys(max(span.end for span in step.spans))
         inputs = {"input_ids": step.tokens_1T, "position_ids": step.positions_1T, "ragged_step": step}
         if step.latent:
             inputs["past_key_values"] = step  # its modules cache latents before expanding them
-        with ragged_attention_in(self.config), recurrence_by_span(self._recurrent):
+        with ragged_attention_in(self.config), forwards_replaced(self._recurrent, _recurrence_by_span):
             return self._forward_aux(aux_layers, **inputs)
 
     def forward_padded(self, documents: Sequence[Sequence[int]], aux_layers: tuple[int, ...]) -> AuxOutput:
         """Run one document per row, padded on the right, which causal attention never sees."""
+        self._check_keys(max(map(len, documents)))
         rows = [torch.tensor(document) for document in documents]
         tokens_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return self._forward_aux(aux_layers, input_ids=on_device(tokens_BT, self.module.norm.weight.device))
 
+    def _check_keys(self, count: int) -> None:
+        """Refuse texts in which an indexer would leave keys out.
+
+        Raises:
+            ValueError: more keys than it selects.
+        """
+        if self._selecting is not None and count > self._selecting:
+            raise ValueError(
+                f"model_type {self.config.model_type!r} attends to {self._selecting} keys of each text at most "
+                f"(index_topk), and {count} tokens need its indexer, which is not run here: use shorter texts."
+            )
+
     def _forward_aux(self, aux_layers: tuple[int, ...], **inputs: Any) -> AuxOutput:
         self._wanted, self._captured = aux_layers, {}
-        output = self.module(use_cache="past_key_values" in inputs, **inputs)
+        with forwards_replaced(self._sparse, _every_key):
+            output = self.module(use_cache="past_key_values" in inputs, **inputs)
         captured, self._wanted, self._captured = self._captured, (), {}
         if self._last in aux_layers:
             captured[self._last] = output.last_hidden_state

@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PretrainedConfig,
+)
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -136,6 +142,11 @@ def _ropes(parameters: object) -> Iterable[Mapping[str, Any]]:
         yield from nested or [parameters]
 
 
+def auto_class(config: PretrainedConfig) -> Any:
+    """transformers' class that makes models of this config; some multimodal ones, as Kimi-K2.5, have no causal LM."""
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
 def outline_model(config: PretrainedConfig, directory: Path) -> Any:
     """Build transformers' model on the meta device: names and shapes of its tensors, without memory.
 
@@ -144,7 +155,7 @@ def outline_model(config: PretrainedConfig, directory: Path) -> Any:
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            return auto_class(config).from_config(config, trust_remote_code=False)
     except Exception as error:  # its modules raise KeyError, TypeError, RuntimeError, ...
         raise ValueError(f"{directory / 'config.json'}: transformers cannot build it: {_reason(error)}") from error
 
@@ -168,7 +179,7 @@ def load_model(config: PretrainedConfig, directory: Path, dtype: torch.dtype | s
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # its report of mismatches becomes our error
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded = auto_class(config).from_pretrained(
             directory,
             config=config,
             dtype=dtype,

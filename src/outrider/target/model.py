@@ -20,7 +20,7 @@ from outrider.target.attention import Branches
 from outrider.target.cache import KVCache, recurrent_modules
 from outrider.target.fused import FusedDecoder
 from outrider.target.graphs import StepGraphs
-from outrider.target.hf import FamilyDecoder, text_decoder
+from outrider.target.hf import FamilyDecoder, most_keys, text_decoder
 from outrider.target.hub import load_tokenizer, model_config, resolve_model
 from outrider.target.linear import Float32Rows, PackedLinear
 from outrider.target.loading import generation_config, load_model, outline_model
@@ -179,6 +179,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen3_5_text"),
     Family("qwen3_5_moe_text"),
     Family("deepseek_v3"),
+    Family("glm_moe_dsa"),  # as far as its indexer selects every key
 )
 
 
@@ -232,7 +233,7 @@ class Target:
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
         self.num_layers: int = config.num_hidden_layers
-        self.max_context: int = config.max_position_embeddings
+        self.max_context: int = min(config.max_position_embeddings, most_keys(config) or config.max_position_embeddings)
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.embed_VD: Tensor = model.get_input_embeddings().weight.detach()
         self.head_VD: Tensor = model.get_output_embeddings().weight.detach()

@@ -35,7 +35,7 @@ from outrider.utils.measure import on_device
 if TYPE_CHECKING:
     from outrider.target.model import Target
 
-_PAGEABLE = {"full_attention", "sliding_attention", "linear_attention"}
+_PAGEABLE = {"indexed_attention", "full_attention", "sliding_attention", "linear_attention"}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 

@@ -40,6 +40,7 @@ from outrider.evaluation.loadtest.metrics import (
     Frontier,
     Journal,
     Point,
+    histogram_rows,
     level_verdicts,
     overall_verdicts,
     summarise,
@@ -84,7 +85,8 @@ class FakeEngine:
         outputs = []
         for id, rest in list(self.live.items()):
             tokens, self.live[id] = rest[: self.per_step], rest[self.per_step :]
-            outputs.append(Output(id, tokens, "", None if self.live[id] else "length"))
+            finish = None if self.live[id] else "length"
+            outputs.append(Output(id, tokens, "", finish, accepted=len(tokens) - 1))  # type: ignore[arg-type]
             if not self.live[id]:
                 del self.live[id]
         n, committed = len(outputs), sum(len(output.tokens) for output in outputs)
@@ -124,6 +126,7 @@ def test_closed_loop_counts_exactly_what_its_window_holds() -> None:
     assert [served.times for served in window.requests] == [[1.5, 2.0], [2.0, 2.5], [2.5, 3.0]]
     assert [served.tokens[0] for served in window.requests] == [0, 100, 200]
     assert (window.seconds, window.tokens, window.finished, len(window.steps)) == (2.0, 16, 4, 4)
+    assert window.histogram == (0, 8)
     assert engine.idle and engine.most == 2, "what was in flight is cancelled, and nobody more came"
     found = summarise(window, LEAST)
     assert (found.tokens_per_second, found.user_p50, found.user_p95) == (8.0, 4.0, 4.0)
@@ -284,7 +287,14 @@ def test_verdicts() -> None:
 def test_plots_are_written(tmp_path: Path) -> None:
     points = summarise_points([point(v, c, 0, c * 5.0) for v in ("none", "fixed-1", "prefix") for c in (1, 2, 4)])
     frontier = Frontier(arrivals="closed", points=points, levels=[], overall=[], settings={}, machine={}, versions={})
-    assert all(path.stat().st_size > 10_000 for path in write_plots(frontier, tmp_path))
+    assert len(write_plots(frontier, tmp_path)) == 2 and histogram_rows(frontier) == []
+    for one in points:
+        one.acceptance_histogram = {"none": (9,), "fixed-1": (1, 2), "prefix": (300, 1, *[0] * 9, 40, 59)}[one.variant]
+    paths = write_plots(frontier, tmp_path)
+    assert paths[2].name == "accepted.png" and all(path.stat().st_size > 10_000 for path in paths)
+    headings, first, second, *_ = histogram_rows(frontier)
+    assert headings == ["load", "variant", *map(str, range(10)), "10+"]
+    assert first == ["1", "fixed-1", "33", "67", *[""] * 9] and second == ["1", "prefix", "75", "<1", *["0"] * 8, "25"]
 
 
 def test_variants_by_name() -> None:
@@ -440,6 +450,10 @@ def test_the_verb_on_a_toy_model(
         assert p.repeats == 1 and p.same + p.ties == 5 and p.mismatches == 0 and p.throughput > 0
         assert p.median("budget") == 1 if p.variant == "none" else p.median("budget") is not None
         assert p.variant != "fixed-2" or 1 < (p.median("budget") or 0) <= 3
+        rounds = p.acceptance_histogram
+        assert rounds is not None and len(rounds) <= {"none": 1, "fixed-2": 3}.get(p.variant, 8)
+        least = p.median("tau") or 0  # what comes behind the last token of a response is accepted and not given
+        assert least - 1e-9 <= sum((k + 1) * count for k, count in enumerate(rounds)) / sum(rounds) <= least + 1
     assert (out / "frontier.png").is_file() and (out / "load.png").is_file()
     before = (out / "points.jsonl").read_bytes()
     again = invoke("bench", *command)

@@ -53,6 +53,8 @@ def test_transformers(toy: Path, tmp_path: Path) -> None:
     assert all(p.mismatches == 0 for p in frontier.points) and (tmp_path / "frontier.png").is_file()
     lengths = {p.variant: p.median("tau") for p in frontier.points}
     assert lengths["none"] == 1 and (lengths["assisted"] or 0) > 1, "a target assisting itself is always right"
+    histograms = {p.variant: p.acceptance_histogram or () for p in frontier.points}
+    assert len(histograms["none"]) == 1 < len(histograms["assisted"]) and "rounds by accepted drafts" in done.output
     assert frontier.settings["assistant"] == str(toy / "target") and "gap" in done.output and "rows" not in done.output
     shown = [line for line in done.output.splitlines() if line.lstrip().startswith(("load", "1 "))]
     assert len(shown) >= 4 and max(map(len, shown)) <= 80
@@ -73,6 +75,7 @@ def test_a_launched_engine(toy: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(p.same == 3 for p in frontier.points) and frontier.overall
     assert {p.median("tau") is None for p in frontier.points if p.variant == "none"} == {True}
     assert all((p.median("tau") or 0) > 1 for p in frontier.points if p.variant != "none")
+    assert all((p.acceptance_histogram is None) == (p.variant == "none") for p in frontier.points)
     logs = {path.stem: path.read_text() for path in (tmp_path / "out" / "logs").iterdir()}
     assert set(logs) == {"vllm-none", f"vllm-fixed-{gamma}"} and "--enforce-eager --seed 1" in logs["vllm-none"]
     assert "--speculative-config" in logs[f"vllm-fixed-{gamma}"] and "--speculative-config" not in logs["vllm-none"]
@@ -212,7 +215,7 @@ def test_later_turns_follow_the_baseline_answers(tmp_path: Path) -> None:
 
     def respond(turn: int, prompts: Any) -> list[list[int]]:
         asked.append((turn, len(prompts)))
-        backend = SequentialBackend(lambda prompt, most: iter([tokenizer(f"r{turn}")["input_ids"]]))
+        backend = SequentialBackend(lambda request: iter([tokenizer(f"r{turn}")["input_ids"]]))
         return responses(backend, [Ask(prompt) for prompt in prompts], 4)
 
     before = load.longest
@@ -256,7 +259,7 @@ def test_two_processes_measure_what_one_does(toy: Path, tmp_path: Path) -> None:
 
     def exact(path: Path) -> list[dict[str, Any]]:
         tasks = json.loads(path.read_text())["tasks"]
-        timed = ("second", "speedup")
+        timed = ("second", "speedup", "generation_tps")
         return [{key: value for key, value in task.items() if not any(word in key for word in timed)} for task in tasks]
 
     def said(request: RequestFigures) -> tuple[object, ...]:
@@ -270,6 +273,7 @@ def test_two_processes_measure_what_one_does(toy: Path, tmp_path: Path) -> None:
         assert mine.reference() == theirs.reference() and mine.said() == theirs.said()
         assert [p.variant for p in mine.points] == [p.variant for p in theirs.points] == variants
         for single, shared in zip(mine.points, theirs.points, strict=True):
+            assert shared.acceptance_histogram == single.acceptance_histogram is not None
             for figure in ("tau", "budget", "acceptance", "tokens"):
                 assert getattr(shared.metrics, figure) == pytest.approx(getattr(single.metrics, figure)), figure
             assert shared.mismatches == 0

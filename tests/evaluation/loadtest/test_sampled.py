@@ -273,7 +273,7 @@ def test_greedy_engines_refuse_sampled_traffic(tmp_path: Path) -> None:
     base = ["--tasks", "eval_math", "--out", str(tmp_path / "x")]
     for more, message in (
         (("--backend", "transformers", "--temperature", "1"), "transformers decodes greedily here"),
-        (("--backend", "vllm", "--temperature", "1", "--coupled"), "--coupled is for --backend local"),
+        (("--backend", "vllm", "--temperature", "1", "--coupled"), "--coupled is for --backend local and mlx"),
         (("--temperature", "warm"), "--temperature 'warm': give numbers"),
         (("--temperature", "1", "--top-p", "2"), "--top-p 2.0"),
         (("--coupled",), "--coupled is for sampled requests"),

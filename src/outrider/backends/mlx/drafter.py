@@ -22,7 +22,7 @@ from torch import Tensor
 from outrider.backends.mlx.target import MLXTarget, load_mlx_target, to_mlx, to_torch
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from outrider.decoding.generate import stream
-from outrider.decoding.request import StopRules
+from outrider.decoding.request import Request
 from outrider.drafters.base import DraftCall, Drafter, capped, check_embedding_scale, check_fits, longest_draft
 from outrider.drafters.cache import serving_mask
 from outrider.drafters.chain import sample_chain
@@ -120,6 +120,44 @@ def _is_copy(matrix: mx.array, module: Any, dtype: mx.Dtype, ids_Vd: mx.array | 
 # ----------------------------------------------------------------------------
 
 
+class _Context(KVCache):
+    """Keys and values of all context tokens; `offset` counts them."""
+
+    def beside(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Those of the context, then the given ones, which are written behind it and forgotten at once."""
+        found = self.update_and_fetch(keys, values)
+        self.trim(keys.shape[2])
+        return found
+
+
+class _LastContext:
+    """A rotating cache: keys and values of the last `size` context tokens, oldest first; `offset` counts all.
+
+    Every call copies them; mlx-lm's `RotatingKVCache` does so too for more than one row, and blocks have several.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.offset = size, 0
+        self.state: tuple[mx.array, ...] = ()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append tokens; those before the last `size` are dropped."""
+        first = max(0, min(self.offset, self.size) + keys.shape[2] - self.size)
+        self.offset += keys.shape[2]
+        keys, values = (x[:, :, first:] for x in self.beside(keys, values))
+        self.state = keys, values
+        return keys, values
+
+    def beside(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Those of the context, then the given ones, which are not kept."""
+        if not self.state:
+            return keys, values
+        return mx.concatenate([self.state[0], keys], axis=2), mx.concatenate([self.state[1], values], axis=2)
+
+
+_Cache = _Context | _LastContext
+
+
 class _Attention(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -144,15 +182,14 @@ class _Attention(nn.Module):
         )
         return turned if self.rope_factor == 1 else turned * self.rope_factor
 
-    def append(self, x_1TH: mx.array, cache: KVCache) -> tuple[mx.array, mx.array]:
-        """Rows go behind what the cache has; returns all keys and values, [1, G, S, E] each."""
-        k = self._rotated(self.k_norm(self._heads(self.k_proj(x_1TH))), cache.offset)
-        return cache.update_and_fetch(k, self._heads(self.v_proj(x_1TH)))
+    def keys_values(self, x_1TH: mx.array, start: int) -> tuple[mx.array, mx.array]:
+        """Those of rows from position `start` on, [1, G, T, E] each."""
+        k = self._rotated(self.k_norm(self._heads(self.k_proj(x_1TH))), start)
+        return k, self._heads(self.v_proj(x_1TH))
 
-    def __call__(self, x_1KH: mx.array, cache: KVCache, visible_KS: mx.array | None) -> mx.array:
+    def __call__(self, x_1KH: mx.array, cache: _Cache, visible_KS: mx.array | None) -> mx.array:
         q = self._rotated(self.q_norm(self._heads(self.q_proj(x_1KH))), cache.offset)
-        keys, values = self.append(x_1KH, cache)
-        cache.trim(x_1KH.shape[1])  # written behind the context, forgotten at once
+        keys, values = cache.beside(*self.keys_values(x_1KH, cache.offset))
         out = mx.fast.scaled_dot_product_attention(q, keys, values, scale=self.head_dim**-0.5, mask=visible_KS)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(1, x_1KH.shape[1], -1))
 
@@ -176,32 +213,46 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = _SwiGLU(config)
 
-    def __call__(self, x_1KH: mx.array, cache: KVCache, visible_KS: mx.array | None) -> mx.array:
+    def __call__(self, x_1KH: mx.array, cache: _Cache, visible_KS: mx.array | None) -> mx.array:
         x_1KH = x_1KH + self.self_attn(self.input_layernorm(x_1KH), cache, visible_KS)
         return x_1KH + self.mlp(self.post_attention_layernorm(x_1KH))
 
 
 class Backbone(nn.Module):
-    """The parallel part of DFlash and DSpark. A session is one `KVCache` per layer."""
+    """The parallel part of DFlash and DSpark. A session is one cache per layer, rotating where it has a window.
 
-    def __init__(self, config: DFlashConfig) -> None:
+    Args:
+        window: of all layers, where theirs is not smaller; None: as trained.
+    """
+
+    def __init__(self, config: DFlashConfig, window: int | None = None) -> None:
         super().__init__()
-        self.attention_patterns, self.gamma = config.attention_patterns, config.gamma
+        self.attention_patterns = tuple(
+            pattern if window is None else pattern._replace(window=min(pattern.window or window, window))
+            for pattern in config.attention_patterns
+        )
+        self.gamma = config.gamma
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = [_Layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def extend(self, caches: Sequence[KVCache], aux_1TF: mx.array) -> None:
+    def new_caches(self) -> list[_Cache]:
+        """Empty ones. The first row of a block is in its window and sees one token of the context less."""
+        windows = [pattern.window for pattern in self.attention_patterns]
+        return [_Context() if window is None else _LastContext(window - 1) for window in windows]
+
+    def extend(self, caches: Sequence[_Cache], aux_1TF: mx.array) -> None:
         """Append the features of committed tokens, raw aux hidden states side by side."""
         context_1TH = self.hidden_norm(self.fc(aux_1TF))
         for layer, cache in zip(self.layers, caches, strict=True):
-            layer.self_attn.append(context_1TH, cache)
+            cache.update_and_fetch(*layer.self_attn.keys_values(context_1TH, cache.offset))
 
-    def __call__(self, caches: Sequence[KVCache], embedded_1KH: mx.array) -> mx.array:
+    def __call__(self, caches: Sequence[_Cache], embedded_1KH: mx.array) -> mx.array:
         """One block after the context: normed hidden states of the prediction rows, [1, gamma, H]. No cache grows."""
         start, rows = caches[0].offset, embedded_1KH.shape[1]
-        masks = {pattern: serving_mask(pattern, start, rows) for pattern in set(self.attention_patterns)}
+        kept = {p: start if p.window is None else min(start, p.window - 1) for p in self.attention_patterns}
+        masks = {pattern: serving_mask(pattern, length, rows) for pattern, length in kept.items()}
         visible = {pattern: None if mask_KS is None else to_mlx(mask_KS) for pattern, mask_KS in masks.items()}
         x_1KH = embedded_1KH
         for layer, cache, pattern in zip(self.layers, caches, self.attention_patterns, strict=True):
@@ -227,11 +278,17 @@ _DRAFTED_HERE = (DFlashConfig.algorithm, DSparkConfig.algorithm)
 class MLXDrafter(Drafter):
     """A `Drafter` (drafters/base.py) for a target of mlx-lm, in the target's own type.
 
+    Args:
+        sliding_window_size: tokens that every draft layer sees at most, the row's own included, so that long texts
+            cost no more memory and time; None: as the drafter was trained. It changes drafts, not what is accepted.
+
     Raises:
-        ValueError: another kind of drafter, or one made for another target.
+        ValueError: another kind of drafter, one made for another target, or a window of no token.
     """
 
-    def __init__(self, checkpoint: Checkpoint, target: MLXTarget) -> None:
+    def __init__(self, checkpoint: Checkpoint, target: MLXTarget, sliding_window_size: int | None = None) -> None:
+        if sliding_window_size is not None and sliding_window_size < 2:
+            raise ValueError(f"sliding_window_size={sliding_window_size} must be at least 2.")
         module = checkpoint.weights.module
         if module.algorithm not in _DRAFTED_HERE:
             raise ValueError(
@@ -253,26 +310,24 @@ class MLXDrafter(Drafter):
         self.head = capped(rows, config.output_multiplier, config.final_logit_softcapping)
         backbone = module.block_backbone()
         assert backbone is not None, f"{config.algorithm} has DFlash's backbone"
-        self.backbone = _backbone(backbone, target.dtype)
+        self.backbone = _backbone(backbone, target.dtype, window=sliding_window_size)
         sequential, confidence = module.chain_heads()
         if sequential is not None:
             sequential = _with_output_in_mlx(sequential, target.dtype)
         self.heads: ChainHeads = weights.chain_heads(target, calibration, sequential, confidence=confidence)
 
-    def new_session(self, capacity: int) -> list[KVCache]:
+    def new_session(self, capacity: int) -> list[_Cache]:
         """An empty draft cache; it grows by itself."""
-        return [KVCache() for _ in range(self.config.num_hidden_layers)]
+        return self.backbone.new_caches()
 
-    def extend(
-        self, sessions: Sequence[list[KVCache]], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None
-    ) -> None:
+    def extend(self, sessions: Sequence[list[_Cache]], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         """Append the features of newly committed tokens (raw aux hidden states, session after session)."""
         assert aux_TLD is not None
         for session, part in zip(sessions, aux_TLD.split([len(part) for part in tokens]), strict=True):
             self.backbone.extend(session, to_mlx(part.flatten(1))[None].astype(self.dtype))
             mx.async_eval([cache.state for cache in session])  # begun, not waited for
 
-    def block_hidden(self, session: list[KVCache], anchor: int) -> Tensor:
+    def block_hidden(self, session: list[_Cache], anchor: int) -> Tensor:
         """One block pass: normed hidden states of the prediction rows, [gamma, H]. No cache grows."""
         block = mx.array([[anchor] + [self.config.mask_token_id] * (self.config.block_size - 1)])
         return to_torch(self.backbone(session, self.embed(block) * self.embed_scale)[0])
@@ -289,8 +344,8 @@ class MLXDrafter(Drafter):
         )
 
 
-def _backbone(module: DFlash, dtype: mx.Dtype) -> Backbone:
-    backbone = Backbone(module.config)
+def _backbone(module: DFlash, dtype: mx.Dtype, window: int | None) -> Backbone:
+    backbone = Backbone(module.config, window)
     heads = ("markov_head.", "confidence_head.")
     state = {name: tensor for name, tensor in module.folded_state_dict().items() if not name.startswith(heads)}
     backbone.load_weights([(name, to_mlx(tensor).astype(dtype)) for name, tensor in state.items()])
@@ -323,8 +378,8 @@ class _MLXLinear(torch.nn.Module):
 _load = lru_cache(maxsize=1)(load_mlx_target)  # plain and speculative decoding share one target
 
 
-def decoder(target: str, drafter: Path | None) -> Callable[[Sequence[int], int], Iterator[list[int]]]:
-    """(prompt tokens, most tokens of the response) -> the tokens of each round, greedily, stop token included.
+def decoder(target: str, drafter: Path | None) -> Callable[[Request], Iterator[list[int]]]:
+    """A function of a request that yields the tokens of each round, stop token included.
 
     Args:
         target: as for `load_mlx_target`.
@@ -338,8 +393,8 @@ def decoder(target: str, drafter: Path | None) -> Callable[[Sequence[int], int],
         None if drafter is None else MLXDrafter(load_checkpoint(drafter, num_target_layers=loaded.num_layers), loaded)
     )
 
-    def decode(prompt: Sequence[int], most: int) -> Iterator[list[int]]:
-        for chunk in stream(loaded, prompt, served, rules=StopRules(most)):
+    def decode(request: Request) -> Iterator[list[int]]:
+        for chunk in stream(loaded, request.prompt, served, params=request.params, rules=request.rules):
             yield chunk.tokens
 
     return decode

@@ -207,10 +207,10 @@ class BenchConfig(Config):
         check_tree(self.tree, self.confidence_threshold)
         if self.tree is not None and not ours:
             raise ValueError(f"--tree is for --backend local; {self.backend} drafts as it is configured to.")
-        if not self.traffic.greedy and self.backend in ONE_AT_A_TIME:
+        if not self.traffic.greedy and self.backend == "transformers":
             raise ValueError(f"--temperature: {self.backend} decodes greedily here; leave it out.")
-        if self.traffic.coupled and not ours:
-            raise ValueError(f"--coupled is for --backend local; {self.backend} samples in its own way.")
+        if self.traffic.coupled and self.backend not in ("local", "mlx"):
+            raise ValueError(f"--coupled is for --backend local and mlx; {self.backend} samples in its own way.")
         if self.launch and (self.base_url or self.baseline_url):
             raise ValueError("--launch starts the servers itself: leave out --base-url and --baseline-url.")
         check_levels(self.arrivals, self.levels)

@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import importlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,20 +80,20 @@ def compare_asked(target: Target, ask: Ask, plain: Sequence[int], other: Sequenc
 
 
 # ----------------------------------------------------------------------------
-# One request after the other, through a function that decodes one prompt: what a library without an engine gives.
+# One request after the other, through a function that decodes it: what a library without an engine gives.
 #
-#     decode(prompt, most) -> [tokens], [tokens, tokens, tokens], [tokens], ...        each round as soon as it is there
+#     decode(request) -> [tokens], [tokens, tokens, tokens], [tokens], ...        each round as soon as it is there
 #
 # A round's tokens are one output, so every request's accepted length is its tokens / its rounds. Users beyond the first
 # wait for their turn, and their wait counts as time to the first token.
 # ----------------------------------------------------------------------------
 
 
-Decode = Callable[[Sequence[int], int], Iterator[list[int]]]
+Decode = Callable[[Request], Iterator[list[int]]]
 
 
 class SequentialBackend:
-    """Requests decoded one after another by a function of prompt tokens and the most tokens of the response.
+    """Requests decoded one after another by a function.
 
     `decode` yields the tokens of each round, stop token included, and is closed early where a request is cancelled.
     """
@@ -129,7 +130,7 @@ class SequentialBackend:
             if not self._waiting:
                 return []
             request = self._waiting.popleft()
-            self._current = request.id, self._decode(request.prompt, request.rules.max_new_tokens)
+            self._current = request.id, self._decode(request)
             self._sizes[request.id] = []
         id, rounds = self._current
         tokens = next(rounds, None)
@@ -144,7 +145,9 @@ class SequentialBackend:
         self._rounds.clear()
 
     def acceptance(self) -> Acceptance:
-        return Acceptance(_mean(self._rounds), rounds=len(self._rounds))
+        counts = Counter(size - 1 for size in self._rounds)
+        histogram = tuple(counts[accepted] for accepted in range(max(counts, default=0) + 1))
+        return Acceptance(_mean(self._rounds), rounds=len(self._rounds), histogram=histogram)
 
     def request_stats(self, id: str) -> RequestStats:
         return RequestStats(None, _mean(self._sizes.pop(id)))
@@ -168,7 +171,7 @@ def transformers_engine(
     Raises:
         ValueError: no such variant.
     """
-    decoders: dict[str, Decode] = {
+    decoders = {
         NO_SPECULATION: HfDecoder(model, eos_ids),
         PROMPT_LOOKUP: HfDecoder(model, eos_ids, lookup=drafts),
     }
@@ -182,11 +185,15 @@ def transformers_engine(
 
     variants = among(names, list(decoders))
     return MeasuredEngine(
-        _sequential(decoders),
+        _sequential({name: partial(_greedily, decoder) for name, decoder in decoders.items()}),
         variants,
         lambda ask, plain, other: compare_by(last_logits, ask.prompt, plain, other=other),
         settings=settings or {},
     )
+
+
+def _greedily(decoder: HfDecoder, request: Request) -> Iterator[list[int]]:
+    return decoder(request.prompt, request.rules.max_new_tokens)
 
 
 def mlx_engine(

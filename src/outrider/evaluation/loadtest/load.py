@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
@@ -271,8 +272,8 @@ class MeasuredRequest:
 class Window:
     """What happened in the window of a load test.
 
-    `tokens` and `finished` are of all requests, counted or not. `acceptance` is what the backend reports, None where
-    `steps` say more.
+    `tokens`, `finished` and `histogram` (numbers of rounds that accepted 0, 1, 2 ... drafts; None: not told) are of all
+    requests, counted or not. `acceptance` is what the backend reports, None where `steps` say more.
     """
 
     seconds: float
@@ -281,6 +282,7 @@ class Window:
     requests: list[MeasuredRequest]
     steps: list[StepRecord]
     acceptance: Acceptance | None = None
+    histogram: tuple[int, ...] | None = None
 
 
 def run_load(backend: Backend, asks: Sequence[Ask], arrivals: Arrivals, config: LoadConfig, clock: Clock) -> Window:
@@ -297,6 +299,7 @@ class _LoadRun:
         self.live: dict[str, MeasuredRequest] = {}
         self.counted: list[MeasuredRequest] = []
         self.steps: list[StepRecord] = []
+        self.rounds: Counter[int] = Counter()  # by accepted drafts, of a backend whose steps are seen
         self.submitted = self.warm = self.tokens = self.finished = 0
         self.opened: float | None = None
 
@@ -309,10 +312,19 @@ class _LoadRun:
         assert self.opened is not None
         seconds = self.clock.now() - self.opened
         acceptance = self.backend.acceptance() if isinstance(self.backend, ReportsAcceptance) else None
+        seen = tuple(self.rounds[accepted] for accepted in range(max(self.rounds, default=-1) + 1))
         for id in self.live:
             self.backend.cancel(id)
         requests = [served for served in self.counted if served.finished]
-        return Window(seconds, self.tokens, self.finished, requests=requests, steps=self.steps, acceptance=acceptance)
+        return Window(
+            seconds,
+            self.tokens,
+            self.finished,
+            requests=requests,
+            steps=self.steps,
+            acceptance=acceptance,
+            histogram=(seen or None) if acceptance is None else acceptance.histogram,
+        )
 
     def _over(self) -> bool:
         if self.opened is None:
@@ -358,6 +370,8 @@ class _LoadRun:
             if counting:
                 self.tokens += len(output.tokens)
                 self.finished += served.finished
+                if output.tokens and self.backend.last is not None:
+                    self.rounds[output.accepted] += 1
             if served.finished:
                 parts = len(served.tokens)
                 served.end(self.backend)

@@ -3,8 +3,10 @@
 tokens/s      all tokens of the window / its seconds
 user speed    (tokens - those of the first output) / (last - first output) of a request; p95 is what 95 % at least get
 TTFT          first output - arrival
+generation    tokens / (last - first output) of a request: mlx-lm's generation_tps, which counts the first output, too
 budget        (admitted + requests) / requests: rows verified per request and step        tau  committed / requests
 acceptance    accepted / admitted
+histogram     rounds of all requests by accepted drafts, 0, 1, 2 ...; servers count those with drafts alone
 draft share   of the steps' seconds: blocks, and what drafters take to read committed tokens
 goodput       finished requests per second * share of the counted that met the limits
 """
@@ -16,13 +18,13 @@ import math
 import os
 import statistics
 import warnings
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError, field_validator
 
 from outrider.backends.base import Acceptance
 from outrider.backends.local import NO_SPECULATION, is_adaptive, variant_of
@@ -60,6 +62,7 @@ class Metrics(BaseModel):
     tau: float | None
     draft_share: float | None
     drafting_share: float | None  # of the requests of a step, how many drafted
+    generation_tps: float | None = None  # the median request's
 
 
 class RequestFigures(BaseModel):
@@ -119,6 +122,8 @@ def summarise(window: Window, sla: Sla) -> Metrics:
             f"no request was answered within {window.seconds:.3g} s; give --seconds-per-point more, or count requests."
         )
     speeds = [speed for served in requests if (speed := user_speed(served)) is not None]
+    spans = [(len(served.tokens), served.times[-1] - served.times[0]) for served in requests]
+    rates = [tokens / span for tokens, span in spans if span > 0]
     firsts = [ttft(served) for served in requests]
     gaps = [later - earlier for served in requests for earlier, later in pairwise(served.times)]
     decoded, admitted = sum(s.requests for s in steps), sum(s.admitted for s in steps)
@@ -146,6 +151,7 @@ def summarise(window: Window, sla: Sla) -> Metrics:
         tau=acceptance.accepted_length,
         draft_share=_ratio(sum(s.draft_seconds for s in steps), sum(s.seconds for s in steps)),
         drafting_share=_ratio(sum(s.drafting for s in steps), decoded),
+        generation_tps=_quantile(rates, 0.5),
     )
 
 
@@ -185,6 +191,7 @@ class Point(BaseModel):
     ties: int
     mismatches: int
     requests: list[RequestFigures] = []
+    acceptance_histogram: tuple[int, ...] | None = None  # None: not told
 
     @property
     def key(self) -> tuple[str, float, int]:
@@ -435,7 +442,10 @@ def _gain(asked: Gain, mine: Sequence[Curve], theirs: Sequence[Curve]) -> Gain:
 
 
 class PointSummary(BaseModel):
-    """A variant at a level, over its repeats. `quartiles`: (low, median, high) of each of `Metrics`; None: unknown."""
+    """A variant at a level, over its repeats. `quartiles`: (low, median, high) of each of `Metrics`; None: unknown.
+
+    `acceptance_histogram`: rounds of all repeats by accepted drafts; None: not told.
+    """
 
     variant: str
     level: float = Field(gt=0, allow_inf_nan=False)
@@ -444,18 +454,20 @@ class PointSummary(BaseModel):
     same: int
     ties: int
     mismatches: int
+    acceptance_histogram: tuple[NonNegativeInt, ...] | None = None
 
     @field_validator("quartiles")
     @classmethod
     def _complete(cls, quartiles: dict[str, Quartiles | None]) -> dict[str, Quartiles | None]:
-        if missing := sorted({*Metrics.model_fields} - {*quartiles}):
+        needed = {name for name, field in Metrics.model_fields.items() if field.is_required()}
+        if missing := sorted(needed - {*quartiles}):
             raise ValueError(f"no {', '.join(missing)}")
         if quartiles["tokens_per_second"] is None:
             raise ValueError("no tokens_per_second")
         return quartiles
 
     def median(self, figure: str) -> float | None:
-        found = self.quartiles[figure]
+        found = self.quartiles.get(figure)
         return None if found is None else found[1]
 
     def shown(self, figure: str, scale: float = 1.0, form: str = ".1f") -> str:
@@ -588,9 +600,16 @@ def summarise_points(points: Sequence[Point]) -> list[PointSummary]:
                 same=sum(p.same for p in group),
                 ties=sum(p.ties for p in group),
                 mismatches=sum(p.mismatches for p in group),
+                acceptance_histogram=summed(p.acceptance_histogram for p in group),
             )
         )
     return found
+
+
+def summed(histograms: Iterable[tuple[int, ...] | None]) -> tuple[int, ...] | None:
+    """Histograms added up, the shorter ones with zeros at their ends; None if there is none."""
+    known = [histogram for histogram in histograms if histogram is not None]
+    return tuple(map(sum, zip_longest(*known, fillvalue=0))) if known else None
 
 
 def level_verdicts(points: Sequence[PointSummary]) -> list[LevelVerdict]:
@@ -692,4 +711,28 @@ def table_rows(frontier: Frontier) -> list[list[str]]:
     for point in frontier.points:
         cells = [point.shown(figure, scale, form) for figure, (_, scale, form) in columns.items()]
         found.append([f"{point.level:g}", point.variant, *cells, str(point.mismatches)])
+    return found
+
+
+_MOST_ACCEPTED = 10  # with a column of its own; longer drafts share one
+
+
+def histogram_rows(frontier: Frontier) -> list[list[str]]:
+    """Headings, then for each load and variant the share of rounds, in per cent, that accepted 0, 1, 2 ... drafts.
+
+    Without the points of which it is not known, or that drafted nothing; [] where that is all of them.
+    """
+    shown = [(p, p.acceptance_histogram) for p in frontier.points if any((p.acceptance_histogram or ())[1:])]
+    if not shown:
+        return []
+    longest = max(len(histogram) for _, histogram in shown if histogram) - 1
+    names = [*map(str, range(min(longest, _MOST_ACCEPTED) + 1))]
+    found = [["load", "variant", *names[:-1], f"{names[-1]}+" if longest > _MOST_ACCEPTED else names[-1]]]
+    for point, histogram in shown:
+        assert histogram is not None
+        rest = histogram[_MOST_ACCEPTED:]
+        counts = [*histogram[:_MOST_ACCEPTED], *([sum(rest)] if rest else [])]
+        shares = [100 * count / sum(histogram) for count in counts]
+        cells = [f"{share:.0f}" if share >= 0.5 or not share else "<1" for share in shares]
+        found.append([f"{point.level:g}", point.variant, *cells, *[""] * (len(names) - len(cells))])
     return found

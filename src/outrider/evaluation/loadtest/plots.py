@@ -12,9 +12,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from outrider.backends.local import NO_SPECULATION, drafter_of, is_adaptive
-from outrider.evaluation.loadtest.metrics import INTERVAL, Frontier, PointSummary
+from outrider.evaluation.loadtest.metrics import INTERVAL, Frontier, PointSummary, histogram_rows, summed
 from outrider.evaluation.plots import (
     COLOURS,
     GREY,
@@ -83,6 +84,20 @@ def plot_load(frontier: Frontier, path: Path) -> None:
             axes.set_xticks(levels, [f"{level:g}" for level in levels])
     panels[1].set_xlabel(_UNITS[frontier.arrivals])
     save_figure(figure, path, "Throughput and verification budget under load", *_facts(frontier))
+
+
+def plot_accepted(frontier: Frontier, path: Path) -> None:
+    """Plot the share of rounds, over all loads, that accepted 0, 1, 2 ... drafts, a line per variant that drafted."""
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for variant, color in _colours(frontier).items():
+        rounds = summed(p.acceptance_histogram for p in frontier.points if p.variant == variant) or ()
+        if any(rounds[1:]):
+            x, y = [float(accepted) for accepted in range(len(rounds))], [count / sum(rounds) for count in rounds]
+            _draw(axes, x, y, color=color, label=variant)
+    axes.set(xlabel="accepted drafts in a round", ylabel="share of rounds", ylim=(0, None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    save_figure(figure, path, "Accepted drafts by round, without the bonus token", *_facts(frontier))
 
 
 def plot_gains(frontier: Frontier, path: Path) -> None:
@@ -162,10 +177,13 @@ def _number(point: PointSummary, figure: str) -> float:
 
 
 def write_plots(frontier: Frontier, directory: Path) -> list[Path]:
-    """Write the pictures, that of gains where there are any, and return their paths."""
+    """Write the pictures, those of accepted drafts and gains where there are any, and return their paths."""
     paths = [directory / "frontier.png", directory / "load.png"]
     plot_frontier(frontier, paths[0])
     plot_load(frontier, paths[1])
+    if histogram_rows(frontier):
+        paths.append(directory / "accepted.png")
+        plot_accepted(frontier, paths[-1])
     if any(gain.ratio for gain in frontier.gains):
         paths.append(directory / "gains.png")
         plot_gains(frontier, paths[-1])

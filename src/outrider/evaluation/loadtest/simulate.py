@@ -519,7 +519,16 @@ def simulate_sweep(
         window = run_load(cluster, asks, arrivals, config=sweep.load(level), clock=cluster)
         metrics, same = summarise(window, sweep.sla), len(window.requests)  # the text is the recorded one
         points.append(
-            Point(variant=variant, level=level, repeat=repeat, metrics=metrics, same=same, ties=0, mismatches=0)
+            Point(
+                variant=variant,
+                level=level,
+                repeat=repeat,
+                metrics=metrics,
+                same=same,
+                ties=0,
+                mismatches=0,
+                acceptance_histogram=window.histogram,
+            )
         )
     on_progress("done", len(turns), len(turns))
     return points

@@ -40,7 +40,7 @@ from outrider.evaluation.loadtest.load import (
     run_load,
     with_next_turn,
 )
-from outrider.evaluation.loadtest.metrics import Journal, Point, RequestFigures, summarise
+from outrider.evaluation.loadtest.metrics import Journal, Point, RequestFigures, summarise, summed
 from outrider.training.parallel import ALONE, Ranks
 
 
@@ -103,6 +103,7 @@ class Share:
             requests=_in_turn([found.requests for found in windows]),
             steps=[step for found in windows for step in found.steps],
             acceptance=_mean_acceptance(reported) if reported else None,
+            histogram=summed(found.histogram for found in windows),
         )
 
 
@@ -252,6 +253,7 @@ def run_sweep(
                 same=verdicts["same"],
                 ties=verdicts["tie"],
                 mismatches=verdicts["mismatch"],
+                acceptance_histogram=window.histogram,
                 requests=[RequestFigures.of(served) for served in window.requests],
             )
         )
