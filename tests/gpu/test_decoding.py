@@ -26,14 +26,15 @@ from outrider.decoding.profile import QUICK, grid, jumps
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.structured import Grammar
+from outrider.decoding.verification import TargetRows, Verdict, verify_all
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.cache import DraftPool, RequestCaches
 from outrider.drafters.dflash import BlockDrafter
-from outrider.drafters.draft import Draft
+from outrider.drafters.draft import Draft, DraftRow, Siblings
 from outrider.drafters.dspark import DSpark
 from outrider.evaluation.loadtest.config import Traffic
 from outrider.evaluation.loadtest.traces import record
-from outrider.sampling import SamplingParams
+from outrider.sampling import RandomSource, SamplingParams, SeededSource
 from outrider.serving.config import ServeConfig
 from outrider.serving.start import engine_config
 from outrider.target.graphs import StepGraphs
@@ -435,11 +436,11 @@ def test_weights_are_on_the_device_once(device: SimulatedDevice) -> None:
 # ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["greedy", "plain"])
-def test_launches_of_a_draft_do_not_grow_with_requests(
+@pytest.mark.parametrize("kind", ["greedy", *SAMPLED])
+def test_launches_of_a_step_hardly_grow_with_requests(
     device: SimulatedDevice, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target's step is one graph; verification of sampled drafts does grow."""
+    """Those of a draft not at all; the target's step is one graph, and drafts are verified together."""
     drafting: list[int] = []
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -462,7 +463,59 @@ def test_launches_of_a_draft_do_not_grow_with_requests(
         drafts.append(drafting[-2:])
         assert device.counts.operations["simulated::paged_attention"] == 5, "one a draft layer"
     assert drafts[0] == drafts[1] and min(drafts[0]) > 0
-    assert kind != "greedy" or launches[1] <= 1.3 * launches[0], launches
+    assert launches[1] <= 1.3 * launches[0], launches
+
+
+def rejections(count: int, where: str) -> tuple[list[Draft], list[TargetRows], list[RandomSource]]:
+    """Drafts that are mostly rejected: drawn of half the vocabulary, of another half and of all, chosen, and trees."""
+    generator, V = torch.Generator().manual_seed(0), 12
+    halves = [torch.arange(0, V, 2).to(where), torch.arange(1, V, 2).to(where)]
+    drafts, rows = [], []
+    for number in range(count):
+        kind = number % 5
+        target_KV = (3 * torch.randn(4, V, generator=generator)).softmax(-1)
+        ids = halves[kind] if kind < 2 else None
+        probs_KC = (3 * torch.randn(3, V if ids is None else len(ids), generator=generator)).softmax(-1)
+        index_K = probs_KC.multinomial(1, generator=generator)
+        tokens = (index_K if ids is None else ids.cpu()[index_K])[:, 0].tolist()
+        firsts = probs_KC.gather(1, index_K)[:, 0].tolist()
+        siblings = {
+            k - 1: Siblings(DraftRow(probs_C, ids, V), first=first)
+            for k, (probs_C, first) in enumerate(zip(probs_KC.to(where), firsts, strict=True))
+        }
+        drafts.append(Draft(tokens, [-1, 0, 1], siblings if kind < 3 else {}))
+        if kind == 4:
+            tokens = target_KV[0].topk(3).indices.tolist()
+            drafts[-1] = Draft(tokens, [-1, -1, 0], {-1: Siblings(DraftRow(probs_KC[0].to(where), None, V))})
+        probs = [target_KV[parent + 1, token].item() for token, parent in zip(tokens, drafts[-1].parents, strict=True)]
+        warped_KV = target_KV.to(where)
+        rows.append(TargetRows(warped_KV.__getitem__, node_probs=None if where == "cpu" else probs))
+    return drafts, rows, [SeededSource(number) for number in range(count)]
+
+
+def test_rejections_of_all_requests_are_computed_together(device: SimulatedDevice) -> None:
+    """Tokens are those of the CPU, which computes one after another; of chains, more take no more launches."""
+    found = verify_all(*rejections(100, "cuda"))
+    assert found == verify_all(*rejections(100, "cpu"))
+    assert sum(isinstance(one, Verdict) and one.accepted < 3 for one in found) > 60
+    launches = []
+    for count in (10, 100):
+        chains = [part for part in zip(*rejections(count, "cuda"), strict=True) if part[0].is_chain]
+        device.counts.reset()
+        verify_all(*(list(part) for part in zip(*chains, strict=True)))
+        launches.append(device.counts.launches)
+    assert launches[1] <= 1.3 * launches[0], launches
+
+
+def test_a_row_that_fails_ends_its_request_alone(device: SimulatedDevice) -> None:
+    drafts, rows, sources = rejections(10, "cuda")
+
+    def lost() -> Tensor:
+        raise ValueError("no row")
+
+    drafts[0] = replace(drafts[0], siblings={k: Siblings(lost, first=1e9) for k in drafts[0].siblings})
+    found = verify_all(drafts, rows, sources)
+    assert isinstance(found[0], ValueError) and found[1:] == verify_all(*rejections(10, "cpu"))[1:]
 
 
 KINDS: dict[str, Any] = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}

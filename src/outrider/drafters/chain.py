@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from outrider.drafters.base import DraftCall, drawing_for
 from outrider.drafters.chain_gpu import sample_on_gpu
 from outrider.drafters.confidence import ChainHeads
-from outrider.drafters.draft import Draft, Siblings, over_vocabulary
+from outrider.drafters.draft import Draft, DraftRow, Siblings
 from outrider.sampling import IN_OUTPUT, likeliest, warp
 from outrider.utils.measure import on_device
 
@@ -217,7 +216,7 @@ def _draw(chains: Sequence[_Chain], logits_AC: Tensor, ids: Sequence[Tensor | No
             with drawing_for(chain.call):
                 probs_C = warp(logits_C, chain.call.params, seen_C)
                 index = _choose(chain, probs_C, ids_C)
-            row = partial(over_vocabulary, probs_C, ids_C, vocab_size)
+            row = DraftRow(probs_C, ids_C, vocab_size)
             chain.siblings[len(chain.tokens) - 1] = Siblings(row, first=probs_C[index].item())
         chain.previous = index if ids_C is None else int(ids_C[index])
         if chain.seen_V is not None:

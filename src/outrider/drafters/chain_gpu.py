@@ -9,16 +9,25 @@ Shapes: R requests, A those that are warped together, K block positions, V targe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outrider.drafters.base import DraftCall, FailedCall
 from outrider.drafters.confidence import ChainHeads
-from outrider.drafters.draft import Draft, Siblings, over_vocabulary
-from outrider.sampling import IN_OUTPUT, SamplingParams, choose_rows, not_finite, warp
+from outrider.drafters.draft import Draft, DraftRow, Siblings
+from outrider.sampling import (
+    IN_OUTPUT,
+    PositionNoise,
+    SamplingParams,
+    SeenTokens,
+    alike,
+    choose_rows,
+    not_finite,
+    pick_together,
+    warp,
+)
 from outrider.utils.measure import on_device
 
 
@@ -67,21 +76,37 @@ def sample_on_gpu(
     ]
 
 
+@dataclass(frozen=True)
+class _Alike:
+    """Requests that are warped together: their places, and the tokens that each has seen where they are penalised."""
+
+    params: SamplingParams
+    members: list[int]
+    members_A: Tensor
+    noises: list[PositionNoise]  # of coupled ones
+    seen_AV: Tensor | None
+
+
 class _Draws:
     """Draws the tokens of several requests, position by position, without waiting for a GPU."""
 
     def __init__(self, calls: Sequence[DraftCall], positions: int, heads: ChainHeads, device: torch.device) -> None:
         self.calls, self.heads = calls, heads
-        self.seen = [call.seen.with_tokens() for call in calls]
-        alike: dict[tuple[SamplingParams, bool], list[int]] = {}  # requests that are warped together
+        self.groups: list[_Alike] = []
+        drawing = [r for r, call in enumerate(calls) if call.params.temperature > 0.0 or call.params.penalised]
+        coupled = [call.noise is not None for call in calls]
+        for noisy in (False, True):
+            some = [r for r in drawing if coupled[r] == noisy]
+            for params, places in alike([calls[r].params for r in some]).items():
+                members = [some[place] for place in places]
+                noises = [noise for r in members if (noise := calls[r].noise) is not None]
+                seen_AV = SeenTokens.together([calls[r].seen for r in members], [()] * len(members))
+                self.groups.append(_Alike(params, members, on_device(members, device), noises, seen_AV))
         uniforms: list[list[float]] = []
-        for r, call in enumerate(calls):
-            if call.params.temperature > 0.0 or self.seen[r] is not None:
-                alike.setdefault((replace(call.params, seed=None), call.noise is None), []).append(r)
+        for call in calls:
             drawn = call.params.temperature > 0.0 and call.noise is None
             own = (positions if call.limit is None else min(call.limit, positions)) if drawn else 0
             uniforms.append([call.source.uniform() for _ in range(own)] + [0.0] * (positions - own))
-        self.groups = [(params, on_device(members, device), members) for (params, _), members in alike.items()]
         self.uniforms_RK = on_device(uniforms, device, torch.float64)
         self.ones_R = torch.ones(len(calls), dtype=torch.float64, device=device)
         self.rows: list[dict[int, Tensor]] = [{} for _ in calls]  # of sampled requests: p_k by position
@@ -90,34 +115,28 @@ class _Draws:
         """The tokens at position k, and the probabilities that they were drawn with, [R] each."""
         ids_Vd = self.heads.draft_ids_Vd
         index_R, first_R = logits_RVd.argmax(-1), self.ones_R
-        for params, members_A, members in self.groups:
-            seen_AV = torch.stack([x for r in members if (x := self.seen[r]) is not None]) if params.penalised else None
-            if seen_AV is not None and ids_Vd is not None:
-                seen_AV = seen_AV[:, ids_Vd]
-            probs_AVd = warp(logits_RVd[members_A], params, seen_AV)
+        for group in self.groups:
+            params, members_A, seen_AV = group.params, group.members_A, group.seen_AV
+            seen_AVd = seen_AV if seen_AV is None or ids_Vd is None else seen_AV[:, ids_Vd]
+            probs_AVd = warp(logits_RVd[members_A], params, seen_AVd)
             if params.temperature == 0.0:
                 index_A = probs_AVd.argmax(-1)
-            elif self.calls[members[0]].noise is None:
-                index_A, _ = choose_rows(probs_AVd, self.uniforms_RK[members_A, k])
+            elif group.noises:
+                index_A = pick_together(probs_AVd, group.noises, self._positions(group, k), ids_Vd)
             else:
-                index_A = torch.stack(
-                    [self._coupled(r, probs_Vd, k) for r, probs_Vd in zip(members, probs_AVd, strict=True)]
-                )
+                index_A, _ = choose_rows(probs_AVd, self.uniforms_RK[members_A, k])
             index_R = index_R.index_copy(0, members_A, index_A)
             first_R = first_R.index_copy(0, members_A, probs_AVd.gather(1, index_A[:, None])[:, 0].double())
             if params.temperature > 0.0:
-                for r, probs_Vd in zip(members, probs_AVd, strict=True):
+                for r, probs_Vd in zip(group.members, probs_AVd, strict=True):
                     self.rows[r][k] = probs_Vd
-        tokens_R = index_R if ids_Vd is None else ids_Vd[index_R]
-        for r, seen_V in enumerate(self.seen):
-            if seen_V is not None:
-                seen_V.index_add_(0, tokens_R[r : r + 1], torch.full_like(seen_V[:1], IN_OUTPUT))
-        return tokens_R, first_R
+            if seen_AV is not None:
+                tokens_A1 = (index_A if ids_Vd is None else ids_Vd[index_A])[:, None]
+                seen_AV.scatter_add_(1, tokens_A1, torch.full_like(tokens_A1, IN_OUTPUT, dtype=seen_AV.dtype))
+        return index_R if ids_Vd is None else ids_Vd[index_R], first_R
 
-    def _coupled(self, r: int, probs_Vd: Tensor, k: int) -> Tensor:
-        call = self.calls[r]
-        assert call.noise is not None, "coupled sampling without noise"
-        return call.noise.pick_tensor(probs_Vd, call.position + k, self.heads.draft_ids_Vd)
+    def _positions(self, group: _Alike, k: int) -> list[int]:
+        return [self.calls[r].position + k for r in group.members]
 
     def draft(
         self, r: int, tokens: list[int], firsts: list[float], confidences: list[float], min_confidence: float
@@ -131,6 +150,6 @@ class _Draws:
         for k in range(count if rows else 0):
             if not firsts[k] > 0.0:  # also where it is no number
                 raise FailedCall(call.session, not_finite(firsts[k]))
-            row = partial(over_vocabulary, rows[k], self.heads.draft_ids_Vd, self.heads.vocab_size)
+            row = DraftRow(rows[k], self.heads.draft_ids_Vd, self.heads.vocab_size)
             siblings[k - 1] = Siblings(row, first=firsts[k])
         return Draft.chain(tokens[:count], siblings, confidences[:count])
