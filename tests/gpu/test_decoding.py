@@ -1,7 +1,7 @@
 """Decoding on the simulated device: launches and syncs of a step of the engine, and its CUDA graphs.
 
 A step of one request on a target of 36 layers launches at most 750 kernels, 1,050 with a DSpark drafter of five layers,
-where no graphs can be made; with them at most 20 and 300.
+where no graphs can be made; with them at most 20 and 130.
 The host waits at most 3 times in a greedy step and 5 times in a sampled one, however many requests there are.
 """
 
@@ -78,6 +78,7 @@ def test_launches_of_a_round_of_36_layers(device: SimulatedDevice, drafted: bool
     step_of(device, engine, 1, SamplingParams())
     most = MOST_GRAPHED if captures else MOST_LAUNCHES
     assert device.counts.launches <= most["dspark" if drafted else "plain"], device.counts.report()
+    assert captures or device.counts.operations["simulated::paged_attention"] == (41 if drafted else 36), "a layer"
 
 
 @torch.inference_mode()
@@ -132,15 +133,48 @@ def test_attention_is_one_call_per_layer(device: SimulatedDevice, requests: int)
 
 
 def test_a_graph_serves_every_step_of_its_bucket(device: SimulatedDevice) -> None:
+    """A draft's too, whatever the contexts and lengths."""
     target = deep_target(4)
-    engine = Engine(target, dspark(target, layers=1), config=EngineConfig(4, 256))
+    drafter = dspark(target, layers=1)
+    engine = Engine(target, drafter, config=EngineConfig(4, 256))
     decoding(engine, 3, SamplingParams())
     (steps,) = graphs_of(target)._steps.values()
-    made = {shape: step.graph for shape, step in steps.items()}
-    for _ in range(5):
+    assert drafter.graphs is not None
+    for id in ("2", "1"):
+        made = [one.graph for one in (*steps.values(), *drafter.graphs._captured.values())]
+        device.counts.reset()
+        for _ in range(5):
+            engine.step()
+        assert [one.graph for one in (*steps.values(), *drafter.graphs._captured.values())] == made
+        assert device.counts.operations["graph"] == 10
+        assert engine.cancel(id)  # fewer requests are another bucket of a draft
         engine.step()
-    assert {shape: step.graph for shape, step in steps.items()} == made
-    assert device.counts.operations["graph"] >= 5
+
+
+def test_a_draft_that_cannot_be_captured_leaves_the_target_its_graphs(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Request(str(i), prompt, rules=StopRules(20, stop_ids=())) for i, prompt in enumerate(prompts(2))]
+    texts, blocks = [], DSpark.blocks
+
+    def waits(module: DSpark, x_RKH: Tensor, *others: Any) -> Tensor:
+        assert x_RKH.sum().item() < 1e9
+        return blocks(module, x_RKH, *others)
+
+    for captured in (True, False):
+        target = toy_target("qwen3")
+        target = Target(target.model.to("cuda"), None, target.name)
+        drafter = toy_drafter(target)
+        assert isinstance(drafter, BlockDrafter) and drafter.graphs is not None
+        engine = Engine(target, drafter, config=EngineConfig(4, 64, 4, 128))
+        if captured:
+            texts.append(finish(engine, asked))
+        else:
+            monkeypatch.setattr(DSpark, "blocks", waits)
+            with pytest.warns(UserWarning, match="drafts run without CUDA graphs"):
+                texts.append(finish(engine, asked))
+        assert drafter.graphs.captures is captured and graphs_of(target).captures
+    assert texts[0] == texts[1]
 
 
 class Uncapturable:
@@ -461,7 +495,7 @@ def test_launches_of_a_step_hardly_grow_with_requests(
         step_of(device, engine, requests, SAMPLED.get(kind, SamplingParams()))
         launches.append(device.counts.launches)
         drafts.append(drafting[-2:])
-        assert device.counts.operations["simulated::paged_attention"] == 5, "one a draft layer"
+        assert device.counts.operations["graph"] == 2, "of the blocks and of the target"
     assert drafts[0] == drafts[1] and min(drafts[0]) > 0
     assert launches[1] <= 1.3 * launches[0], launches
 
@@ -562,4 +596,5 @@ def test_blocks_in_a_pool_are_those_of_the_cpu(device: SimulatedDevice, changes:
         grow([2] * (len(sessions) - 1) + [8])
         compare(here, there)
         del sessions[-1]
+    assert device.counts.operations["graph"] == 11
     assert there.caches.layers[0].shape[2] == pages, "pages of forgotten sessions are used again"

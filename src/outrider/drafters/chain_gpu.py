@@ -101,7 +101,8 @@ class _Draws:
                 members = [some[place] for place in places]
                 noises = [noise for r in members if (noise := calls[r].noise) is not None]
                 seen_AV = SeenTokens.together([calls[r].seen for r in members], [()] * len(members))
-                self.groups.append(_Alike(params, members, on_device(members, device), noises, seen_AV))
+                members_A = on_device(members, device)
+                self.groups.append(_Alike(params, members, members_A, noises=noises, seen_AV=seen_AV))
         uniforms: list[list[float]] = []
         for call in calls:
             drawn = call.params.temperature > 0.0 and call.noise is None
@@ -122,7 +123,7 @@ class _Draws:
             if params.temperature == 0.0:
                 index_A = probs_AVd.argmax(-1)
             elif group.noises:
-                index_A = pick_together(probs_AVd, group.noises, self._positions(group, k), ids_Vd)
+                index_A = pick_together(probs_AVd, group.noises, self._positions(group, k), ids_V=ids_Vd)
             else:
                 index_A, _ = choose_rows(probs_AVd, self.uniforms_RK[members_A, k])
             index_R = index_R.index_copy(0, members_A, index_A)
