@@ -1,7 +1,7 @@
 """Decoding on the simulated device: launches and syncs of a step of the engine, and its CUDA graphs.
 
 A step of one request on a target of 36 layers launches at most 750 kernels, 1,050 with a DSpark drafter of five layers,
-where no graphs can be made; with them at most 20 and 130.
+where no graphs can be made; with them at most 20 and 80.
 The host waits at most 3 times in a greedy step and 5 times in a sampled one, however many requests there are.
 """
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import outrider.drafters.graphs as draft_graphs
 import outrider.target.paged_attention as paged_attention
 from outrider.api.model import Model
 from outrider.decoding.config import ProfileConfig
@@ -146,7 +147,7 @@ def test_a_graph_serves_every_step_of_its_bucket(device: SimulatedDevice) -> Non
         for _ in range(5):
             engine.step()
         assert [one.graph for one in (*steps.values(), *drafter.graphs._captured.values())] == made
-        assert device.counts.operations["graph"] == 10
+        assert device.counts.operations["graph"] == 15
         assert engine.cancel(id)  # fewer requests are another bucket of a draft
         engine.step()
 
@@ -362,6 +363,25 @@ def test_company_changes_no_text(device: SimulatedDevice, where: str) -> None:
         assert alone == together[request.id], request
 
 
+def test_chains_of_more_kinds_than_are_captured(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three temperatures, each alone and then together, with graphs for all of them, for two and for none."""
+    asked = [
+        Request(str(i), prompt, SamplingParams(0.5 + i / 2, seed=i), StopRules(12, stop_ids=()))
+        for i, prompt in enumerate(prompts(3))
+    ]
+    texts, made = [], []
+    for most in (64, 2, 0):
+        monkeypatch.setattr(draft_graphs, "_MOST_CHAINS", most)
+        target = toy_target("qwen3")
+        target = Target(target.model.to("cuda"), None, target.name)
+        drafter = toy_drafter(target)
+        texts.append([finish(Engine(target, drafter, config=EngineConfig(4, 64, 4, 128)), [one]) for one in asked])
+        texts[-1].append(finish(Engine(target, drafter, config=EngineConfig(4, 64, 4, 128)), asked))
+        assert drafter.graphs is not None
+        made.append(len(drafter.graphs._chains))
+    assert texts[0] == texts[1] == texts[2] and made[0] > made[1] == 2 and made[2] == 0
+
+
 def test_traces_of_sampled_text_are_those_of_the_cpu(device: SimulatedDevice) -> None:
     found = []
     for where in ("cpu", "cuda"):
@@ -495,7 +515,8 @@ def test_launches_of_a_step_hardly_grow_with_requests(
         step_of(device, engine, requests, SAMPLED.get(kind, SamplingParams()))
         launches.append(device.counts.launches)
         drafts.append(drafting[-2:])
-        assert device.counts.operations["graph"] == 2, "of the blocks and of the target"
+        captured = 2 if kind in ("penalties", "coupled") else 3
+        assert device.counts.operations["graph"] == captured, "of blocks, chains that draw alike, and the target"
     assert drafts[0] == drafts[1] and min(drafts[0]) > 0
     assert launches[1] <= 1.3 * launches[0], launches
 

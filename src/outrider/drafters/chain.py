@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from outrider.drafters.base import DraftCall, drawing_for
 from outrider.drafters.chain_gpu import sample_on_gpu
 from outrider.drafters.confidence import ChainHeads
 from outrider.drafters.draft import Draft, DraftRow, Siblings
+from outrider.drafters.graphs import BlockGraphs
 from outrider.sampling import IN_OUTPUT, likeliest, warp
 from outrider.utils.measure import on_device
 
@@ -101,6 +103,7 @@ def sample_chain(
     calls: Sequence[DraftCall],
     heads: ChainHeads,
     min_confidence: float = 0.0,
+    graphs: BlockGraphs | None = None,
 ) -> list[Draft]:
     """Draw one block per request left to right, up to the first position whose confidence is below `min_confidence`.
 
@@ -110,13 +113,15 @@ def sample_chain(
         base_logits: rows of hidden states [N, H] -> U [N, Vd]; called once at most for the requests that draw a token,
             on a GPU once for those with a constraint and once for the others.
         min_confidence: compared with the confidences that are handed over, after the temperatures.
+        graphs: of a drafter on a GPU whose chains may be captured.
     """
     # The chain is written twice. This file's reads each position before the next: it stops early, which on a CPU saves
     # products with the vocabulary, and constraints need the tokens. On a GPU every read makes the host wait, and a step
     # may wait 5 times (tests/gpu/test_decoding.py): drafters/chain_gpu.py draws all positions and reads once.
     free = [r for r, call in enumerate(calls) if hidden_RKH.is_cuda and call.constraint is None]
     drafts: dict[int, Draft] = {}
-    for members, sample in ((free, sample_on_gpu), ([r for r in range(len(calls)) if r not in free], _sample_block)):
+    on_gpu = partial(sample_on_gpu, graphs=graphs)
+    for members, sample in ((free, on_gpu), ([r for r in range(len(calls)) if r not in free], _sample_block)):
         if members:
             own_RKH = hidden_RKH
             if len(members) < len(calls):

@@ -477,6 +477,7 @@ class BlockDrafter(ModuleDrafter[DFlash]):
             calls,
             heads=self.heads,
             min_confidence=min_confidence,
+            graphs=self.graphs,
         )
 
     def session_at(self, session: DraftSession, length: int) -> DraftSession:

@@ -1,4 +1,4 @@
-"""Run the blocks of a drafter on a GPU in CUDA graphs, one for each number of requests, of pages and of rows a block.
+"""Run blocks of a drafter and their chains on a GPU in CUDA graphs, by numbers of requests, rows of a block and pages.
 
     inputs    anchors [R], positions [R K] | for each kind of layer: slots [R K], the plan of attention     one copy
     padding   requests up to a power of two, which write into the pool's first page and belong to nobody
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,9 +20,11 @@ from torch import Tensor
 
 from outrider.drafters.cache import DraftPool, DraftSession, PooledKeys
 from outrider.drafters.rope import Rope, RopeTables
-from outrider.target.graphs import FEWEST_PAGES, StepGraphs, power_of_two
+from outrider.sampling import SamplingParams
+from outrider.target.graphs import FEWEST_PAGES, Results, StepGraphs, power_of_two
 from outrider.target.paged_attention import Sizes, most_items
 
+_MOST_CHAINS = 64
 Blocks = Callable[[Tensor, Rope, PooledKeys], Tensor]  # anchors [R], rotations of [R, K] rows -> hidden states
 
 
@@ -45,6 +47,7 @@ class BlockGraphs:
         self.graphs, self.pool, self.rope = graphs, pool, rope
         self._captured: dict[tuple[int, Sizes], _Captured] = {}
         self._memory: tuple[list[Tensor], Rope] = pool.layers, rope.kept
+        self._chains: dict[tuple[tuple[int, SamplingParams | None], int], tuple[list[Tensor], Any, Any]] = {}
         self._failed = False
 
     @property
@@ -74,6 +77,37 @@ class BlockGraphs:
         if found.graph is not None:
             found.graph.replay()
         return found.hidden_RKH[: len(sessions)].clone()  # the next replay overwrites it
+
+    def chain(
+        self, kind: tuple[int, SamplingParams | None], inputs: Sequence[Tensor], run: Callable[..., Results]
+    ) -> Results:
+        """What `run` returns of inputs [R, ...], which are padded to a power of two; the next call overwrites it.
+
+        Chains of at most `_MOST_CHAINS` kinds are captured: requests may ask for any temperature.
+
+        Args:
+            kind: positions and parameters; `run` does the same for inputs of one kind.
+            inputs: on the device or on the host.
+        """
+        key = kind, power_of_two(len(inputs[0]))
+        found: tuple[list[Tensor], Any, Any] | None = self._chains.get(key)
+        if found is None:
+            zeros = [torch.zeros(key[1], *x.shape[1:], dtype=x.dtype, device=self.pool.device) for x in inputs]
+            found = zeros, None, None
+        for buffer, own in zip(found[0], inputs, strict=True):
+            source = own if own.is_cuda else own.pin_memory()
+            buffer[: len(own)].copy_(source, non_blocking=True)
+        if found[1] is not None:
+            found[1].replay()
+            return cast(Results, found[2])
+        if len(self._chains) >= _MOST_CHAINS:
+            return run(*found[0])
+        results, graph = self.graphs.capture(lambda: run(*found[0]), "drafts")
+        self._failed = graph is None
+        if graph is not None:
+            self._chains[key] = found[0], graph, results
+            graph.replay()
+        return results
 
     def _inputs(self, sessions: Sequence[DraftSession], anchors: Sequence[int], rows: int, sizes: Sizes) -> Any:
         """All inputs in the order of the module docstring."""
