@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -134,6 +134,14 @@ def _penalised(logits_KV: Tensor, params: SamplingParams, seen_KV: Tensor) -> Te
     return logits_KV - params.frequency_penalty * counts_KV - params.presence_penalty * (counts_KV > 0)
 
 
+def alike(params: Sequence[SamplingParams]) -> dict[SamplingParams, list[int]]:
+    """Group requests that are warped alike: their places, by parameters without a seed."""
+    groups: dict[SamplingParams, list[int]] = {}
+    for place, own in enumerate(params):
+        groups.setdefault(replace(own, seed=None), []).append(place)
+    return groups
+
+
 def rows_at_once(logits_NV: Tensor) -> int:
     """Return how many rows of logits to reduce at a time: all, but a few on a CPU, so that intermediate results stay in
     its cache (a log-sum-exp is then several times as fast).
@@ -199,7 +207,7 @@ class SeenTokens:
     def add(self, token: int) -> None:
         """Count one more token of the output."""
         if self._seen_V is not None:
-            self._seen_V[token] += IN_OUTPUT
+            self._seen_V[token].add_(IN_OUTPUT)
 
     def with_tokens(self, tokens: Sequence[int] = ()) -> Tensor | None:
         """Return a new tensor that also counts `tokens` as output; None without penalties."""
@@ -209,6 +217,19 @@ class SeenTokens:
         for token in tokens:
             seen_V[token] += IN_OUTPUT
         return seen_V
+
+    @staticmethod
+    def together(seen: Sequence[SeenTokens], tokens: Sequence[Sequence[int]]) -> Tensor | None:
+        """`with_tokens` of N requests, [N, V]; on a GPU many take as many launches as one. None without penalties."""
+        counts = [one._seen_V for one in seen if one._seen_V is not None]
+        if len(counts) < len(seen):
+            return None
+        seen_NV = torch.stack(counts)
+        V = seen_NV.shape[1]
+        if places := [n * V + token for n, own in enumerate(tokens) for token in own]:
+            places_P = on_device(places, seen_NV.device)
+            seen_NV.view(-1).index_add_(0, places_P, seen_NV.new_full((len(places),), IN_OUTPUT))
+        return seen_NV
 
 
 # ----------------------------------------------------------------------------
@@ -245,9 +266,9 @@ def constrained(logits_C: Tensor, allowed_C: Tensor | None) -> Tensor:
 
 
 def residual(target_V: Tensor, draft_V: Tensor) -> Tensor:
-    """Return (p_t - p_d)_+ / sum, the residual distribution that replaces a rejected draft."""
+    """Return (p_t - p_d)_+ / sum, the residual distribution that replaces a rejected draft; of [A, V] row by row."""
     excess_V = (target_V - draft_V).clamp_(min=0)
-    mass = excess_V.sum()
+    mass = excess_V.sum(-1, keepdim=True)
     # No excess means p_t = p_d: only rounding can reject a draft then, and p_t is the correct distribution.
     return torch.where(mass > 0, excess_V / mass, target_V)
 
@@ -360,7 +381,12 @@ _KEPT = 32  # positions whose noise is cached: drafter and target use the same o
 
 
 class PositionNoise:
-    """Coupled noise of one request: a function of seed and position."""
+    """Coupled noise of one request: a function of seed and position.
+
+    `races`: whether `pick` is the race over `row`; else a subclass has its own `pick`.
+    """
+
+    races: ClassVar[bool] = True
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self.seed, self.vocab_size = seed, vocab_size
@@ -380,11 +406,7 @@ class PositionNoise:
 
     def pick(self, probs: Tensor, position: int, ids: Tensor | None = None) -> int:
         """Pick an index of `probs`, which covers the whole vocabulary or, in this order, the tokens `ids`."""
-        return int(self.pick_tensor(probs, position, ids))
-
-    def pick_tensor(self, probs: Tensor, position: int, ids: Tensor | None = None) -> Tensor:
-        """`pick` as a tensor [] on the device of `probs`; the host does not wait for it."""
-        return self._race(probs, position, ids).argmax()
+        return int(self._race(probs, position, ids).argmax())
 
     def ranking(self, probs: Tensor, position: int, count: int, ids: Tensor | None = None) -> list[int]:
         """Return the first `count` indices in the order of the race, `pick` first, without those of probability 0."""
@@ -395,6 +417,21 @@ class PositionNoise:
     def _race(self, probs: Tensor, position: int, ids: Tensor | None) -> Tensor:
         noise = on_device(self.row(position), probs.device)
         return probs / (noise if ids is None else noise[ids])
+
+
+def pick_together(
+    probs_NV: Tensor, noises: Sequence[PositionNoise], positions: Sequence[int], ids_V: Tensor | None = None
+) -> Tensor:
+    """Let each noise pick from its row as `PositionNoise.pick` does; return indices [N] on the device of the rows.
+
+    The host does not wait for a GPU, unless a noise does not race.
+    """
+    if not all(noise.races for noise in noises):
+        rows = zip(noises, probs_NV, positions, strict=True)
+        return on_device([noise.pick(probs_V, n, ids_V) for noise, probs_V, n in rows], probs_NV.device)
+    rows_NV = torch.stack([noise.row(n) for noise, n in zip(noises, positions, strict=True)])
+    noise_NV = on_device(rows_NV, probs_NV.device)
+    return (probs_NV / (noise_NV if ids_V is None else noise_NV[:, ids_V])).argmax(-1)
 
 
 # ----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Decoding on the simulated device: launches and syncs of a step of the engine, and its CUDA graphs.
 
 A step of one request on a target of 36 layers launches at most 750 kernels, 1,050 with a DSpark drafter of five layers,
-where no graphs can be made; with them at most 20 and 300.
+where no graphs can be made; with them at most 20 and 80.
 The host waits at most 3 times in a greedy step and 5 times in a sampled one, however many requests there are.
 """
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import outrider.drafters.graphs as draft_graphs
 import outrider.target.paged_attention as paged_attention
 from outrider.api.model import Model
 from outrider.decoding.config import ProfileConfig
@@ -26,14 +27,15 @@ from outrider.decoding.profile import QUICK, grid, jumps
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.structured import Grammar
+from outrider.decoding.verification import TargetRows, Verdict, verify_all
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.cache import DraftPool, RequestCaches
 from outrider.drafters.dflash import BlockDrafter
-from outrider.drafters.draft import Draft
+from outrider.drafters.draft import Draft, DraftRow, Siblings
 from outrider.drafters.dspark import DSpark
 from outrider.evaluation.loadtest.config import Traffic
 from outrider.evaluation.loadtest.traces import record
-from outrider.sampling import SamplingParams
+from outrider.sampling import RandomSource, SamplingParams, SeededSource
 from outrider.serving.config import ServeConfig
 from outrider.serving.start import engine_config
 from outrider.target.graphs import StepGraphs
@@ -77,6 +79,7 @@ def test_launches_of_a_round_of_36_layers(device: SimulatedDevice, drafted: bool
     step_of(device, engine, 1, SamplingParams())
     most = MOST_GRAPHED if captures else MOST_LAUNCHES
     assert device.counts.launches <= most["dspark" if drafted else "plain"], device.counts.report()
+    assert captures or device.counts.operations["simulated::paged_attention"] == (41 if drafted else 36), "a layer"
 
 
 @torch.inference_mode()
@@ -131,15 +134,48 @@ def test_attention_is_one_call_per_layer(device: SimulatedDevice, requests: int)
 
 
 def test_a_graph_serves_every_step_of_its_bucket(device: SimulatedDevice) -> None:
+    """A draft's too, whatever the contexts and lengths."""
     target = deep_target(4)
-    engine = Engine(target, dspark(target, layers=1), config=EngineConfig(4, 256))
+    drafter = dspark(target, layers=1)
+    engine = Engine(target, drafter, config=EngineConfig(4, 256))
     decoding(engine, 3, SamplingParams())
     (steps,) = graphs_of(target)._steps.values()
-    made = {shape: step.graph for shape, step in steps.items()}
-    for _ in range(5):
+    assert drafter.graphs is not None
+    for id in ("2", "1"):
+        made = [one.graph for one in (*steps.values(), *drafter.graphs._captured.values())]
+        device.counts.reset()
+        for _ in range(5):
+            engine.step()
+        assert [one.graph for one in (*steps.values(), *drafter.graphs._captured.values())] == made
+        assert device.counts.operations["graph"] == 15
+        assert engine.cancel(id)  # fewer requests are another bucket of a draft
         engine.step()
-    assert {shape: step.graph for shape, step in steps.items()} == made
-    assert device.counts.operations["graph"] >= 5
+
+
+def test_a_draft_that_cannot_be_captured_leaves_the_target_its_graphs(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Request(str(i), prompt, rules=StopRules(20, stop_ids=())) for i, prompt in enumerate(prompts(2))]
+    texts, blocks = [], DSpark.blocks
+
+    def waits(module: DSpark, x_RKH: Tensor, *others: Any) -> Tensor:
+        assert x_RKH.sum().item() < 1e9
+        return blocks(module, x_RKH, *others)
+
+    for captured in (True, False):
+        target = toy_target("qwen3")
+        target = Target(target.model.to("cuda"), None, target.name)
+        drafter = toy_drafter(target)
+        assert isinstance(drafter, BlockDrafter) and drafter.graphs is not None
+        engine = Engine(target, drafter, config=EngineConfig(4, 64, 4, 128))
+        if captured:
+            texts.append(finish(engine, asked))
+        else:
+            monkeypatch.setattr(DSpark, "blocks", waits)
+            with pytest.warns(UserWarning, match="drafts run without CUDA graphs"):
+                texts.append(finish(engine, asked))
+        assert drafter.graphs.captures is captured and graphs_of(target).captures
+    assert texts[0] == texts[1]
 
 
 class Uncapturable:
@@ -327,6 +363,25 @@ def test_company_changes_no_text(device: SimulatedDevice, where: str) -> None:
         assert alone == together[request.id], request
 
 
+def test_chains_of_more_kinds_than_are_captured(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three temperatures, each alone and then together, with graphs for all of them, for two and for none."""
+    asked = [
+        Request(str(i), prompt, SamplingParams(0.5 + i / 2, seed=i), StopRules(12, stop_ids=()))
+        for i, prompt in enumerate(prompts(3))
+    ]
+    texts, made = [], []
+    for most in (64, 2, 0):
+        monkeypatch.setattr(draft_graphs, "_MOST_CHAINS", most)
+        target = toy_target("qwen3")
+        target = Target(target.model.to("cuda"), None, target.name)
+        drafter = toy_drafter(target)
+        texts.append([finish(Engine(target, drafter, config=EngineConfig(4, 64, 4, 128)), [one]) for one in asked])
+        texts[-1].append(finish(Engine(target, drafter, config=EngineConfig(4, 64, 4, 128)), asked))
+        assert drafter.graphs is not None
+        made.append(len(drafter.graphs._chains))
+    assert texts[0] == texts[1] == texts[2] and made[0] > made[1] == 2 and made[2] == 0
+
+
 def test_traces_of_sampled_text_are_those_of_the_cpu(device: SimulatedDevice) -> None:
     found = []
     for where in ("cpu", "cuda"):
@@ -435,11 +490,11 @@ def test_weights_are_on_the_device_once(device: SimulatedDevice) -> None:
 # ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["greedy", "plain"])
-def test_launches_of_a_draft_do_not_grow_with_requests(
+@pytest.mark.parametrize("kind", ["greedy", *SAMPLED])
+def test_launches_of_a_step_hardly_grow_with_requests(
     device: SimulatedDevice, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target's step is one graph; verification of sampled drafts does grow."""
+    """Those of a draft not at all; the target's step is one graph, and drafts are verified together."""
     drafting: list[int] = []
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -460,9 +515,62 @@ def test_launches_of_a_draft_do_not_grow_with_requests(
         step_of(device, engine, requests, SAMPLED.get(kind, SamplingParams()))
         launches.append(device.counts.launches)
         drafts.append(drafting[-2:])
-        assert device.counts.operations["simulated::paged_attention"] == 5, "one a draft layer"
+        captured = 2 if kind in ("penalties", "coupled") else 3
+        assert device.counts.operations["graph"] == captured, "of blocks, chains that draw alike, and the target"
     assert drafts[0] == drafts[1] and min(drafts[0]) > 0
-    assert kind != "greedy" or launches[1] <= 1.3 * launches[0], launches
+    assert launches[1] <= 1.3 * launches[0], launches
+
+
+def rejections(count: int, where: str) -> tuple[list[Draft], list[TargetRows], list[RandomSource]]:
+    """Drafts that are mostly rejected: drawn of half the vocabulary, of another half and of all, chosen, and trees."""
+    generator, V = torch.Generator().manual_seed(0), 12
+    halves = [torch.arange(0, V, 2).to(where), torch.arange(1, V, 2).to(where)]
+    drafts, rows = [], []
+    for number in range(count):
+        kind = number % 5
+        target_KV = (3 * torch.randn(4, V, generator=generator)).softmax(-1)
+        ids = halves[kind] if kind < 2 else None
+        probs_KC = (3 * torch.randn(3, V if ids is None else len(ids), generator=generator)).softmax(-1)
+        index_K = probs_KC.multinomial(1, generator=generator)
+        tokens = (index_K if ids is None else ids.cpu()[index_K])[:, 0].tolist()
+        firsts = probs_KC.gather(1, index_K)[:, 0].tolist()
+        siblings = {
+            k - 1: Siblings(DraftRow(probs_C, ids, V), first=first)
+            for k, (probs_C, first) in enumerate(zip(probs_KC.to(where), firsts, strict=True))
+        }
+        drafts.append(Draft(tokens, [-1, 0, 1], siblings if kind < 3 else {}))
+        if kind == 4:
+            tokens = target_KV[0].topk(3).indices.tolist()
+            drafts[-1] = Draft(tokens, [-1, -1, 0], {-1: Siblings(DraftRow(probs_KC[0].to(where), None, V))})
+        probs = [target_KV[parent + 1, token].item() for token, parent in zip(tokens, drafts[-1].parents, strict=True)]
+        warped_KV = target_KV.to(where)
+        rows.append(TargetRows(warped_KV.__getitem__, node_probs=None if where == "cpu" else probs))
+    return drafts, rows, [SeededSource(number) for number in range(count)]
+
+
+def test_rejections_of_all_requests_are_computed_together(device: SimulatedDevice) -> None:
+    """Tokens are those of the CPU, which computes one after another; of chains, more take no more launches."""
+    found = verify_all(*rejections(100, "cuda"))
+    assert found == verify_all(*rejections(100, "cpu"))
+    assert sum(isinstance(one, Verdict) and one.accepted < 3 for one in found) > 60
+    launches = []
+    for count in (10, 100):
+        chains = [part for part in zip(*rejections(count, "cuda"), strict=True) if part[0].is_chain]
+        device.counts.reset()
+        verify_all(*(list(part) for part in zip(*chains, strict=True)))
+        launches.append(device.counts.launches)
+    assert launches[1] <= 1.3 * launches[0], launches
+
+
+def test_a_row_that_fails_ends_its_request_alone(device: SimulatedDevice) -> None:
+    drafts, rows, sources = rejections(10, "cuda")
+
+    def lost() -> Tensor:
+        raise ValueError("no row")
+
+    drafts[0] = replace(drafts[0], siblings={k: Siblings(lost, first=1e9) for k in drafts[0].siblings})
+    found = verify_all(drafts, rows, sources)
+    assert isinstance(found[0], ValueError) and found[1:] == verify_all(*rejections(10, "cpu"))[1:]
 
 
 KINDS: dict[str, Any] = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}
@@ -509,4 +617,5 @@ def test_blocks_in_a_pool_are_those_of_the_cpu(device: SimulatedDevice, changes:
         grow([2] * (len(sessions) - 1) + [8])
         compare(here, there)
         del sessions[-1]
+    assert device.counts.operations["graph"] == 11
     assert there.caches.layers[0].shape[2] == pages, "pages of forgotten sessions are used again"

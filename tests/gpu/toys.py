@@ -25,7 +25,7 @@ from tests.gpu.simulated import SimulatedDevice
 
 VOCABULARY, GAMMA = 512, 7
 MOST_LAUNCHES = {"plain": 750, "dspark": 1050}
-MOST_GRAPHED = {"plain": 20, "dspark": 300}  # a replayed graph is one
+MOST_GRAPHED = {"plain": 20, "dspark": 80}  # a replayed graph is one
 MOST_SYNCS = {"greedy": 3, "sampled": 5}
 SAMPLED = {
     "plain": SamplingParams(temperature=1.0, seed=1),

@@ -593,6 +593,7 @@ class DSparkV4(DSpark):
 class DSparkV4Drafter(BlockDrafter):
     """Serves it for one target: hidden states are handed to the chain before the norm, which the head begins with."""
 
+    pools = False  # sessions hold their latents
     module: DSparkV4
     config: DSparkV4Config
 

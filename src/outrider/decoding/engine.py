@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from outrider.decoding.drafting import Drafted, Drafting, DraftTurn, SchedulerState
 from outrider.decoding.policies import FixedPolicy, Policy, StepView
@@ -432,8 +433,10 @@ class Engine:
         else:
             aux = scores.aux_of(kept)
             counts = [len(rows) for rows in kept.values()]
-            # A tensor of its own each: with views, a request that does not draft would keep the rows of all.
-            parts = [None] * len(kept) if aux is None else [part.clone() for part in aux.split(counts)]
+            parts: Sequence[Tensor | None] = [None] * len(kept) if aux is None else aux.split(counts)
+            if step.drafted.drafting < len(kept):
+                # A tensor of its own each: with views, a request that does not draft would keep the rows of all.
+                parts = [None if part is None else part.clone() for part in parts]
             for id, count, aux_TLD in zip(kept, counts, parts, strict=True):
                 state, cached = self._states[id], at[id].cached
                 self.drafting.committed(state, state.tokens[cached - count : cached], aux_TLD)

@@ -9,7 +9,7 @@ Shapes: N rows with logits, K of them of one request, T rows, L aux layers, V vo
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from outrider.decoding.scheduler import Progress, Work
 from outrider.decoding.trace import recorded
 from outrider.decoding.verification import TargetRows
 from outrider.drafters.draft import Draft
-from outrider.sampling import at_least_float32, constrained, likeliest, warp
+from outrider.sampling import SeenTokens, alike, at_least_float32, constrained, likeliest, pick_together, warp
 from outrider.target.model import DecodingTarget, KVPool
 from outrider.target.paged import Span
 from outrider.utils.measure import on_device
@@ -109,8 +109,8 @@ def score(
 # The target's warped distributions, row by row.
 #
 # A row is warped when verification asks for it: those after a rejection never are. A GPU would wait for every answer,
-# so there all rows of a request are warped together, and what verification will ask of them (`TargetRows.node_probs`,
-# or the picks of coupled sampling) is read for all requests at once.
+# so there all rows of requests of the same parameters are warped together, and what verification will ask of them
+# (`TargetRows.node_probs`, or the picks of coupled sampling) is read for all requests at once.
 # ----------------------------------------------------------------------------
 
 
@@ -119,7 +119,7 @@ def target_rows(states: Sequence[RequestState], logits_NV: Tensor, drafts: Seque
     greedy = any(state.params.temperature == 0.0 for state in states)
     likeliest_N = likeliest(logits_NV) if greedy else []
     rows: list[TargetRows] = []
-    asked: dict[int, Tensor] = {}  # what is still to be read from a GPU, by request
+    together: dict[int, _Rows] = {}
     first = 0
     for number, (state, draft) in enumerate(zip(states, drafts, strict=True)):
         own = slice(first, first := first + len(draft.tokens) + 1)
@@ -127,18 +127,12 @@ def target_rows(states: Sequence[RequestState], logits_NV: Tensor, drafts: Seque
         if state.noise is None and state.params.temperature == 0.0 and request.plain:
             rows.append(TargetRows(request.row, likeliest_N[own].__getitem__))
         elif logits_NV.is_cuda and state.constraint is None:  # a constraint that fails ends its request alone
-            warped = request.all()
-            rows.append(TargetRows(warped.__getitem__))
-            asked[number] = request.answers(warped)
+            together[number] = request
+            rows.append(TargetRows(request.row))
         else:
             rows.append(TargetRows(request.row, None if state.noise is None else request.pick))
-    read = torch.cat(list(asked.values())).tolist() if any(len(values) for values in asked.values()) else []
-    for number, values in asked.items():
-        answers, read = read[: len(values)], read[len(values) :]
-        if states[number].noise is None:
-            rows[number] = replace(rows[number], node_probs=answers)
-        else:
-            rows[number] = replace(rows[number], pick=[int(token) for token in answers].__getitem__)
+    for number, found in zip(together, _rows_together(list(together.values())), strict=True):
+        rows[number] = found
     return rows
 
 
@@ -162,26 +156,51 @@ class _Rows:
         logits_V = constrained(at_least_float32(self.logits_KV[k]), allowed_V)
         return warp(logits_V, state.params, state.seen.with_tokens(before))
 
-    def all(self) -> Sequence[Tensor]:
-        """All of them."""
-        if self.plain:
-            return warp(at_least_float32(self.logits_KV), self.state.params).unbind()
-        return [self.row(k) for k in range(len(self.logits_KV))]
-
     def pick(self, k: int) -> int:
         """The token that coupled sampling takes from row k."""
         assert self.state.noise is not None
-        return self.state.noise.pick(self.row(k), self._position(k))
+        return self.state.noise.pick(self.row(k), self.position(k))
 
-    def answers(self, warped: Sequence[Tensor]) -> Tensor:
-        """What verification asks of the rows, float64: probabilities of the nodes [K - 1], or the picks [K]."""
-        noise = self.state.noise
-        if noise is not None:
-            picks = [noise.pick_tensor(probs_V, self._position(k)) for k, probs_V in enumerate(warped)]
-            return torch.stack(picks).double()
-        nodes = zip(self.draft.tokens, self.draft.parents, strict=True)
-        probs = [warped[parent + 1][token] for token, parent in nodes]
-        return torch.stack(probs).double() if probs else warped[0].new_empty(0, dtype=torch.float64)
-
-    def _position(self, k: int) -> int:
+    def position(self, k: int) -> int:
+        """Absolute position of the token that follows row k."""
         return len(self.state.tokens) + len(self.draft.tokens_before(k))
+
+
+def _rows_together(requests: Sequence[_Rows]) -> list[TargetRows]:
+    """The rows of requests without constraints on a GPU: one warp for all of the same parameters, one read for all."""
+    warped: dict[int, Tensor] = {}  # [K, V] of each request
+    asked: dict[int, int] = {}  # how many numbers of each request are read, in this order
+    answers: list[Tensor] = []
+    for params, members in alike([request.state.params for request in requests]).items():
+        own = [requests[member] for member in members]
+        places = [(request, k) for request in own for k in range(len(request.logits_KV))]
+        seen_MV = None
+        if params.penalised:
+            before = [request.draft.tokens_before(k) for request, k in places]
+            seen_MV = SeenTokens.together([request.state.seen for request, _ in places], before)
+        warped_MV = warp(at_least_float32(torch.cat([request.logits_KV for request in own])), params, seen_MV)
+        counts = [len(request.logits_KV) for request in own]
+        warped |= zip(members, warped_MV.split(counts), strict=True)
+        noises = [request.state.noise for request, _ in places if request.state.noise is not None]
+        if noises:
+            asked |= zip(members, counts, strict=True)
+            answers.append(pick_together(warped_MV, noises, [request.position(k) for request, k in places]).double())
+            continue
+        asked |= ((member, len(request.draft.tokens)) for member, request in zip(members, own, strict=True))
+        nodes, first = list[tuple[int, int]](), 0
+        for request in own:
+            pairs = zip(request.draft.parents, request.draft.tokens, strict=True)
+            nodes += ((first + parent + 1, token) for parent, token in pairs)
+            first += len(request.logits_KV)
+        if nodes:
+            rows_P, tokens_P = on_device(nodes, warped_MV.device).T
+            answers.append(warped_MV[rows_P, tokens_P].double())
+    read, found = torch.cat(answers).tolist() if answers else [], dict[int, TargetRows]()
+    for member, count in asked.items():
+        values, read = read[:count], read[count:]
+        row = warped[member].__getitem__
+        if requests[member].state.noise is None:
+            found[member] = TargetRows(row, node_probs=values)
+        else:
+            found[member] = TargetRows(row, [int(token) for token in values].__getitem__)
+    return [found[member] for member in range(len(requests))]

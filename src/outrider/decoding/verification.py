@@ -23,14 +23,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.draft import Draft, without
+from outrider.drafters.draft import Draft, DraftRow, without
 from outrider.sampling import RandomSource, choose_together, residual
+from outrider.utils.measure import on_device
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,28 @@ class RoundResult:
 
 
 @dataclass(frozen=True)
+class Rejected:
+    """What is left to draw from after a rejection, not yet computed: several requests' are computed together.
+
+    `target_V`: p_t, or what siblings before left of it. `draft`: p_d, or the token that was chosen.
+    """
+
+    target_V: Tensor
+    draft: Callable[[], Tensor] | Tensor | int
+
+    def left(self) -> Tensor:
+        """The residual [V]."""
+        if isinstance(self.draft, int):
+            return _without_chosen(self.target_V, self.draft)
+        return residual(self.target_V, self.draft if isinstance(self.draft, Tensor) else self.draft())
+
+
+@dataclass(frozen=True)
 class PendingVerdict:
-    """An accepted path, and the next token or the distribution [V] that it is still to be drawn from."""
+    """An accepted path, and the next token or what it is still to be drawn from: a distribution [V], or a residual."""
 
     path: list[int]
-    rest: int | Tensor
+    rest: int | Tensor | Rejected
 
 
 def verify(draft: Draft, rows: TargetRows, source: RandomSource, typical: TypicalAcceptance | None = None) -> Verdict:
@@ -119,25 +137,63 @@ def verify_all(
     sources: Sequence[RandomSource],
     typical: TypicalAcceptance | None = None,
 ) -> list[Verdict | Exception]:
-    """`verify` of several requests, whose next tokens are drawn together: a GPU is read once for all.
+    """`verify` of several requests, whose residuals are computed and next tokens drawn together: a GPU is read once for
+    all, and many requests take as many launches as one.
 
     What goes wrong for one request is its result, so that the others have theirs.
     """
     verdicts: list[Verdict | Exception] = []
-    drawn: dict[int, PendingVerdict] = {}
+    rests: dict[int, Tensor | Rejected] = {}
     for place, (draft, its_rows, source) in enumerate(zip(drafts, rows, sources, strict=True)):
         try:
             pending = accept(draft, its_rows, source, typical=typical)
         except Exception as error:
             verdicts.append(error)
             continue
-        if isinstance(pending.rest, Tensor):
-            drawn[place] = pending
-        verdicts.append(Verdict(pending.path, -1 if place in drawn else int(pending.rest)))
-    tokens = choose_together([drawn[i].rest for i in drawn], [sources[i] for i in drawn])  # type: ignore[misc]
-    for (place, pending), token in zip(drawn.items(), tokens, strict=True):
-        verdicts[place] = token if isinstance(token, Exception) else Verdict(pending.path, token)
+        if isinstance(pending.rest, Tensor | Rejected):
+            rests[place] = pending.rest
+            verdicts.append(Verdict(pending.path, -1))
+        else:
+            verdicts.append(Verdict(pending.path, pending.rest))
+    drawn: dict[int, Tensor] = {}
+    for place, rest in zip(rests, _computed(list(rests.values())), strict=True):
+        if isinstance(rest, Exception):
+            verdicts[place] = rest
+        else:
+            drawn[place] = rest
+    tokens = choose_together(list(drawn.values()), [sources[place] for place in drawn])
+    for place, token in zip(drawn, tokens, strict=True):
+        verdict = verdicts[place]
+        assert isinstance(verdict, Verdict)
+        verdicts[place] = token if isinstance(token, Exception) else replace(verdict, next_token=token)
     return verdicts
+
+
+def _computed(rests: Sequence[Tensor | Rejected]) -> list[Tensor | Exception]:
+    """The distributions [V] that next tokens are drawn from; on a GPU the residuals are computed together."""
+    found: dict[int, Tensor | Exception] = {}
+    groups: dict[object, list[int]] = {}  # chosen ones, and drawn ones by the tokens that they are over
+    for place, rest in enumerate(rests):
+        if isinstance(rest, Tensor):
+            found[place] = rest
+        elif rest.target_V.is_cuda and isinstance(rest.draft, int | DraftRow):
+            key = "chosen" if isinstance(rest.draft, int) else id(rest.draft.ids_C)
+            groups.setdefault(key, []).append(place)
+        else:
+            try:
+                found[place] = rest.left()
+            except Exception as error:
+                found[place] = error
+    for places in groups.values():
+        own = [rest for place in places if isinstance(rest := rests[place], Rejected)]
+        target_AV = torch.stack([rest.target_V for rest in own])
+        if rows := [rest.draft for rest in own if isinstance(rest.draft, DraftRow)]:
+            draft_AV = DraftRow.together(rows)
+        else:  # one-hot: the token leaves p_t, as `_without_chosen` says
+            tokens_A1 = on_device([[rest.draft] for rest in own], target_AV.device)
+            draft_AV = torch.zeros_like(target_AV).scatter_(1, tokens_A1, 1.0)
+        found.update(zip(places, residual(target_AV, draft_AV), strict=True))
+    return [found[place] for place in range(len(rests))]
 
 
 def accept(
@@ -160,15 +216,17 @@ def accept(
             if child is None:
                 return PendingVerdict(path, token)
         else:
-            child, rest_V = _try_children(draft, node, rows, source=source)
+            child, rest = _try_children(draft, node, rows, source=source)
             if child is None:
-                assert rest_V is not None, "neither a child nor what to draw from"
-                return PendingVerdict(path, rest_V)
+                assert rest is not None, "neither a child nor what to draw from"
+                return PendingVerdict(path, rest)
         node = child
         path.append(node)
 
 
-def _try_children(draft: Draft, node: int, rows: TargetRows, source: RandomSource) -> tuple[int | None, Tensor | None]:
+def _try_children(
+    draft: Draft, node: int, rows: TargetRows, source: RandomSource
+) -> tuple[int | None, Tensor | Rejected | None]:
     """The accepted child and None, or None and the distribution that is left to draw from."""
     siblings, children = draft.siblings.get(node), draft.children(node)
     place = node + 1  # the row that they are judged by
@@ -192,14 +250,16 @@ def _try_children(draft: Draft, node: int, rows: TargetRows, source: RandomSourc
         if source.accept(probability / drawn_with):
             return child, None
         target_V = rows.row(place) if target_V is None else target_V
-        if siblings is None:
-            target_V = _without_chosen(target_V, token)
-            continue
-        draft_V = siblings.row() if draft_V is None else draft_V
-        target_V = residual(target_V, draft_V)
-        if not siblings.replaced and child != children[-1]:
+        last = child == children[-1]
+        if siblings is not None and draft_V is None and not last:
+            draft_V = siblings.row()
+        rejected = Rejected(target_V, token if siblings is None else siblings.row if draft_V is None else draft_V)
+        if last:
+            return None, rejected
+        target_V = rejected.left()
+        if siblings is not None and draft_V is not None and not siblings.replaced:
             draft_V = without(draft_V, token)
-    return None, rows.row(place) if target_V is None else target_V
+    return None, rows.row(place)
 
 
 def _without_chosen(target_V: Tensor, token: int) -> Tensor:

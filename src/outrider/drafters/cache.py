@@ -6,7 +6,7 @@ block drafter are in one tensor a layer, in pages (`DraftPool`, read by `PooledK
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import finalize
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from outrider.drafters.config import LayerConfig
 from outrider.drafters.layers import EVERYTHING, Attention, AttentionPattern
-from outrider.target.paged_attention import MOST_SEEN, Plan, Reader, attend
-from outrider.target.paged_attention import plan as plan_of
+from outrider.target.paged_attention import MOST_SEEN, HostPlan, Plan, Reader, Sizes, attend
+from outrider.target.paged_attention import plan as make_plan
 from outrider.utils.measure import on_device
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
@@ -205,9 +205,10 @@ class DraftPool:
         self, config: LayerConfig, patterns: Sequence[AttentionPattern], device: torch.device, dtype: torch.dtype
     ) -> None:
         self.patterns, self.device = list(patterns), device
-        shape = (2, config.num_key_value_heads, 0, config.head_dim)
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        shape = (2, config.num_key_value_heads, _PAGE, config.head_dim)  # the first page is for padding (graphs.py)
         with torch.inference_mode(False):  # calls in and out of that mode write into them
-            self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in patterns]
+            self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in patterns]
         self._free: list[int] = []
 
     def session(self, slots: Sequence[int]) -> DraftSession:
@@ -237,7 +238,38 @@ class DraftPool:
 
     def source(self, sessions: Sequence[DraftSession], rows: int) -> PooledKeys:
         """The key source of drafts of so many rows a request."""
-        return PooledKeys(self, sessions, rows)
+        shared = {}
+        for pattern, host in self.plans(sessions, rows).items():
+            numbers = on_device(torch.from_numpy(np.concatenate([host.slots_T, host.numbers])), self.device)
+            new_T, rest = numbers.split([len(host.slots_T), len(host.numbers)])
+            shared[pattern] = new_T, self.plan_of(rest, host.sizes, pattern, split=host.split)
+        return PooledKeys(self, shared)
+
+    def plans(
+        self, sessions: Sequence[DraftSession], rows: int, sizes: Sizes | None = None
+    ) -> dict[AttentionPattern, HostPlan]:
+        """The plans of attention of so many new rows of each request, for each kind of layer.
+
+        Args:
+            sizes: of a bucket, which are filled up with padding; None: those needed.
+        """
+        assert rows <= MOST_SEEN, f"a draft of {rows} rows"
+        found: dict[AttentionPattern, HostPlan] = {}
+        for layer, pattern in enumerate(self.patterns):
+            if pattern in found:
+                continue
+            sees_K = (2 << np.arange(rows)) - 1 if pattern.causal else np.full(rows, -1)
+            readers = []
+            for session in sessions:
+                end, slots = session.length + rows, session.slots[layer]
+                pages = session.pages[: -(-min(end, slots) // _PAGE)]
+                readers.append(Reader(session.length, range(session.length, end), pages, sees_T=sees_K, slots=slots))
+            found[pattern] = make_plan(readers, self.groups, _PAGE, window=pattern.window, sizes=sizes)
+        return found
+
+    def plan_of(self, numbers: Tensor, sizes: Sizes, pattern: AttentionPattern, split: bool = True) -> Plan:
+        """The numbers of one of `plans`, on the device."""
+        return Plan.of(numbers, sizes, _PAGE, split=split, window=pattern.window, drafts=True)
 
     def write(self, layer: int, rows_T: Tensor, *, keys_values: tuple[Tensor, Tensor]) -> None:
         """Put keys and values of tokens, [T, G, E] each, into these rows."""
@@ -266,31 +298,16 @@ class DraftPool:
 
 
 class PooledKeys:
-    """The key source of drafts whose keys are in a pool: K new rows of each request, behind its committed tokens."""
+    """The key source of drafts whose keys are in a pool: K new rows of each request, behind its committed tokens.
 
-    def __init__(self, pool: DraftPool, sessions: Sequence[DraftSession], rows: int) -> None:
-        self.pool, self.rows, self.sessions = pool, rows, sessions
-        self._shared: dict[AttentionPattern, tuple[Tensor, Plan]] = {}
+    `shared`: for each kind of layer the rows of the pool that take the new keys, [R K], and the plan of attention.
+    """
+
+    def __init__(self, pool: DraftPool, shared: Mapping[AttentionPattern, tuple[Tensor, Plan]]) -> None:
+        self.pool, self.shared = pool, shared
 
     def attend(self, attention: Attention, q_RKQE: Tensor, k_RKGE: Tensor, v_RKGE: Tensor) -> Tensor:
-        pattern, layer, (R, K, Q, _) = attention.pattern, attention.layer, q_RKQE.shape
-        if pattern not in self._shared:
-            self._shared[pattern] = self._of(pattern, layer, groups=Q // k_RKGE.shape[2])
-        new_T, plan = self._shared[pattern]
+        layer, (new_T, plan) = attention.layer, self.shared[attention.pattern]
         self.pool.write(layer, new_T, keys_values=(k_RKGE.flatten(0, 1), v_RKGE.flatten(0, 1)))
         keys_GSE, values_GSE = self.pool.layers[layer]
-        return attend(q_RKQE.flatten(0, 1), keys_GSE, values_GSE, plan=plan).unflatten(0, (R, K))
-
-    def _of(self, pattern: AttentionPattern, layer: int, groups: int) -> tuple[Tensor, Plan]:
-        """Rows of the pool for the new keys [R K], and the plan of attention."""
-        assert self.rows <= MOST_SEEN, f"a draft of {self.rows} rows"
-        sees_K = (2 << np.arange(self.rows)) - 1 if pattern.causal else np.full(self.rows, -1)
-        readers = []
-        for session in self.sessions:
-            end, slots = session.length + self.rows, session.slots[layer]
-            pages = session.pages[: -(-min(end, slots) // _PAGE)]
-            readers.append(Reader(session.length, range(session.length, end), pages, sees_T=sees_K, slots=slots))
-        host = plan_of(readers, groups, _PAGE, window=pattern.window)
-        numbers = on_device(torch.from_numpy(np.concatenate([host.slots_T, host.numbers])), self.pool.device)
-        new_T, rest = numbers.split([len(host.slots_T), len(host.numbers)])
-        return new_T, Plan.of(rest, host.sizes, _PAGE, split=host.split, window=pattern.window, drafts=True)
+        return attend(q_RKQE.flatten(0, 1), keys_GSE, values_GSE, plan=plan).unflatten(0, q_RKQE.shape[:2])

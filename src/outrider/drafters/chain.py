@@ -23,7 +23,8 @@ from torch import Tensor
 from outrider.drafters.base import DraftCall, drawing_for
 from outrider.drafters.chain_gpu import sample_on_gpu
 from outrider.drafters.confidence import ChainHeads
-from outrider.drafters.draft import Draft, Siblings, over_vocabulary
+from outrider.drafters.draft import Draft, DraftRow, Siblings
+from outrider.drafters.graphs import BlockGraphs
 from outrider.sampling import IN_OUTPUT, likeliest, warp
 from outrider.utils.measure import on_device
 
@@ -102,6 +103,7 @@ def sample_chain(
     calls: Sequence[DraftCall],
     heads: ChainHeads,
     min_confidence: float = 0.0,
+    graphs: BlockGraphs | None = None,
 ) -> list[Draft]:
     """Draw one block per request left to right, up to the first position whose confidence is below `min_confidence`.
 
@@ -111,13 +113,15 @@ def sample_chain(
         base_logits: rows of hidden states [N, H] -> U [N, Vd]; called once at most for the requests that draw a token,
             on a GPU once for those with a constraint and once for the others.
         min_confidence: compared with the confidences that are handed over, after the temperatures.
+        graphs: of a drafter on a GPU whose chains may be captured.
     """
     # The chain is written twice. This file's reads each position before the next: it stops early, which on a CPU saves
     # products with the vocabulary, and constraints need the tokens. On a GPU every read makes the host wait, and a step
     # may wait 5 times (tests/gpu/test_decoding.py): drafters/chain_gpu.py draws all positions and reads once.
     free = [r for r, call in enumerate(calls) if hidden_RKH.is_cuda and call.constraint is None]
     drafts: dict[int, Draft] = {}
-    for members, sample in ((free, sample_on_gpu), ([r for r in range(len(calls)) if r not in free], _sample_block)):
+    on_gpu = partial(sample_on_gpu, graphs=graphs)
+    for members, sample in ((free, on_gpu), ([r for r in range(len(calls)) if r not in free], _sample_block)):
         if members:
             own_RKH = hidden_RKH
             if len(members) < len(calls):
@@ -217,7 +221,7 @@ def _draw(chains: Sequence[_Chain], logits_AC: Tensor, ids: Sequence[Tensor | No
             with drawing_for(chain.call):
                 probs_C = warp(logits_C, chain.call.params, seen_C)
                 index = _choose(chain, probs_C, ids_C)
-            row = partial(over_vocabulary, probs_C, ids_C, vocab_size)
+            row = DraftRow(probs_C, ids_C, vocab_size)
             chain.siblings[len(chain.tokens) - 1] = Siblings(row, first=probs_C[index].item())
         chain.previous = index if ids_C is None else int(ids_C[index])
         if chain.seen_V is not None:

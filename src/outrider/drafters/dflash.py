@@ -53,6 +53,7 @@ from outrider.drafters.config import (
     mask_token_id,
 )
 from outrider.drafters.draft import Draft, TreeSize
+from outrider.drafters.graphs import BlockGraphs
 from outrider.drafters.layers import Attention, AttentionPattern, BlockLayout, KeySource, SwiGLU, block_attention
 from outrider.drafters.rope import Rope, RopeScaling, describe_rope, rope_table
 from outrider.drafters.target_weights import copy_target_layers, layer_shapes
@@ -424,8 +425,11 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         config = weights.config
         self.head = capped(self.head, config.output_multiplier, config.final_logit_softcapping)
         self.caches: DraftPool | RequestCaches
+        self.graphs: BlockGraphs | None = None
         if self.pools and available(self.device, serving_dtype(target)):
             self.caches = DraftPool(config, config.attention_patterns, self.device, dtype=serving_dtype(target))
+            if target.graphs is not None:
+                self.graphs = BlockGraphs(target.graphs, self.caches, self.rope)
         else:
             self.caches = RequestCaches(config, self.device)
 
@@ -455,10 +459,14 @@ class BlockDrafter(ModuleDrafter[DFlash]):
     def block_hidden(self, sessions: Sequence[DraftSession], anchors: Sequence[int]) -> Tensor:
         """One block pass: normed hidden states of the prediction rows, [R, gamma, H]. No cache grows."""
         K, lengths = self.config.block_size, [session.length for session in sessions]
-        tokens_RK = self.module.block_tokens(on_device(anchors, self.device))
+        if self.graphs is not None and self.graphs.captures:
+            return self.graphs.run(self._blocks, sessions, anchors, rows=K)
         cos_NE, sin_NE = self.rope([length + k for length in lengths for k in range(K)])
-        rope = cos_NE.unflatten(0, tokens_RK.shape), sin_NE.unflatten(0, tokens_RK.shape)
-        return self.module.blocks(self.embed(tokens_RK), rope, self.caches.source(sessions, K))
+        rope = cos_NE.unflatten(0, (-1, K)), sin_NE.unflatten(0, (-1, K))
+        return self._blocks(on_device(anchors, self.device), rope, self.caches.source(sessions, K))
+
+    def _blocks(self, anchors_R: Tensor, rope: Rope, source: KeySource) -> Tensor:
+        return self.module.blocks(self.embed(self.module.block_tokens(anchors_R)), rope, source)
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
@@ -469,6 +477,7 @@ class BlockDrafter(ModuleDrafter[DFlash]):
             calls,
             heads=self.heads,
             min_confidence=min_confidence,
+            graphs=self.graphs,
         )
 
     def session_at(self, session: DraftSession, length: int) -> DraftSession:

@@ -190,9 +190,27 @@ def without(probs_V: Tensor, token: int) -> Tensor:
     return torch.where(mass > 0, rest_V / mass, rest_V)
 
 
-def over_vocabulary(probs_C: Tensor, ids_C: Tensor | None, vocab_size: int) -> Tensor:
-    """A distribution over the tokens `ids_C` as one over the target's vocabulary, [V]; None: it is one already."""
-    return probs_C if ids_C is None else probs_C.new_zeros(vocab_size).scatter_(0, ids_C, probs_C)
+@dataclass(frozen=True)
+class DraftRow:
+    """A distribution over the tokens `ids_C`, None: all; called, it is one over the target's vocabulary, [V]."""
+
+    probs_C: Tensor
+    ids_C: Tensor | None
+    vocab_size: int
+
+    def __call__(self) -> Tensor:
+        return self._spread(self.probs_C)
+
+    @staticmethod
+    def together(rows: Sequence[DraftRow]) -> Tensor:
+        """Several of them over the same tokens, [A, V]."""
+        return rows[0]._spread(torch.stack([row.probs_C for row in rows]))
+
+    def _spread(self, probs: Tensor) -> Tensor:
+        if self.ids_C is None:
+            return probs
+        zeros = probs.new_zeros(*probs.shape[:-1], self.vocab_size)
+        return zeros.scatter_(-1, self.ids_C.expand(probs.shape), probs)
 
 
 def draw_siblings(

@@ -190,8 +190,11 @@ class RopeTables:
 
     def __call__(self, positions: Sequence[int]) -> Rope:
         """cos and signed sin, [X, 1, head_dim]."""
-        end = max(positions, default=0) + 1
-        if end > len(self.kept[0]):
-            self.kept = rope_table(torch.arange(2 * end, device=self.device), self.config)
+        self.cover(max(positions, default=0) + 1)
         index_X = on_device(positions, self.device, torch.long)
         return self.kept[0][index_X], self.kept[1][index_X]
+
+    def cover(self, end: int) -> None:
+        """Keep the positions before `end`; where there are not enough, `kept` is a new table of twice as many."""
+        if end > len(self.kept[0]):
+            self.kept = rope_table(torch.arange(2 * end, device=self.device), self.config)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from outrider.drafters.base import DraftCall, Drafter, Level, drawing_for, longest_draft
 from outrider.drafters.confidence import ChainHeads
-from outrider.drafters.draft import Draft, Siblings, TreeSize, conditional_confidences, draw_siblings, over_vocabulary
+from outrider.drafters.draft import Draft, DraftRow, Siblings, TreeSize, conditional_confidences, draw_siblings
 from outrider.sampling import warp
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class _Drawing:
             [self.tokens[node] for node in nodes],
             [place[self.shape.parents[node]] for node in nodes],
             {
-                place[node]: Siblings(partial(over_vocabulary, row_Vd, self.ids_Vd, self.vocab_size))
+                place[node]: Siblings(DraftRow(row_Vd, self.ids_Vd, self.vocab_size))
                 for node, row_Vd in self.rows.items()
             },
         )

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -33,9 +33,11 @@ from outrider.target.fused import FusedDecoder
 from outrider.target.paged import PagedKV, Span, in_pieces, reader_of
 from outrider.target.paged_attention import MOST_SEEN, Ints, Plan, Sizes, attend, most_items, plan
 
+Results = TypeVar("Results")
+
 _FEWEST_ROWS = 16  # of a step: the rows of one tensor core product
 _STEPS = 16  # row counts of graphs up to each power of two
-_FEWEST_PAGES = 512
+FEWEST_PAGES = 512
 MOST_PROMPT_ROWS = 256  # beside requests that decode: the weights are read about as fast as so many rows are computed
 
 
@@ -54,7 +56,7 @@ class Shape(NamedTuple):
 
 def computed_rows(tokens: int) -> int:
     """Return how many rows a step of so many tokens computes."""
-    step = max(_FEWEST_ROWS, _power_of_two(tokens) // _STEPS)
+    step = max(_FEWEST_ROWS, power_of_two(tokens) // _STEPS)
     return -(-tokens // step) * step
 
 
@@ -62,10 +64,11 @@ def shape_of(spans: Sequence[Span], kv: PagedKV, aux_layers: tuple[int, ...]) ->
     """Return the smallest bucket that holds the spans."""
     pages = sum(-(-span.end // kv.block_size) for span in spans)
     rows = computed_rows(sum(len(span.tokens) for span in spans))
-    return Shape(rows, max(_FEWEST_PAGES, _power_of_two(pages)), aux_layers)
+    return Shape(rows, max(FEWEST_PAGES, power_of_two(pages)), aux_layers)
 
 
-def _power_of_two(count: int) -> int:
+def power_of_two(count: int) -> int:
+    """Return the next power of two."""
     return 1 << (count - 1).bit_length()
 
 
@@ -133,19 +136,26 @@ class StepGraphs:
         return step.hidden_TD[:count].clone(), None if step.aux_TLD is None else step.aux_TLD[:count].clone()
 
     def _prepared(self, buffer: Tensor, shape: Shape, kv: PagedKV) -> _Captured:
-        """Run a bucket once, which sets up the libraries' kernels, and capture its graph if possible."""
-        hidden_TD, aux_TLD = self._run(buffer, shape, kv)
-        graph = torch.cuda.CUDAGraph()
+        """Run a bucket once and capture its graph if possible."""
+        (hidden_TD, aux_TLD), graph = self.capture(lambda: self._run(buffer, shape, kv), "steps")
+        self.captures = graph is not None
+        return _Captured(buffer, hidden_TD, aux_TLD, graph=graph)
+
+    def capture(self, run: Callable[[], Results], what: str) -> tuple[Results, Any]:
+        """Run what reads and writes fixed memory once, which sets up the libraries' kernels, and capture it.
+
+        Return its results, which a replay overwrites, and the graph. If the capture fails, warn and return None for it.
+        """
+        results, graph = run(), torch.cuda.CUDAGraph()
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         try:
             # "thread_local": a thread that copies training batches meanwhile may allocate memory.
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                hidden_TD, aux_TLD = self._run(buffer, shape, kv)
+                captured = run()
         except RuntimeError as error:
-            self.captures = False
-            warnings.warn(f"steps run without CUDA graphs, because a capture failed: {error}", stacklevel=2)
-            return _Captured(buffer, hidden_TD, aux_TLD)
-        return _Captured(buffer, hidden_TD, aux_TLD, graph=graph)
+            warnings.warn(f"{what} run without CUDA graphs, because a capture failed: {error}", stacklevel=3)
+            return results, None
+        return captured, graph
 
     def _run(self, buffer: Tensor, shape: Shape, kv: PagedKV) -> tuple[Tensor, Tensor | None]:
         """Run the padded step: [T, D] and [T, L, D]; of the host it reads only the shapes of its arguments."""

@@ -18,7 +18,7 @@ from outrider.decoding.request import Request, StepRecord, StopRules
 from outrider.decoding.scheduler import EngineConfig
 from outrider.decoding.verification import TargetRows, verify
 from outrider.drafters.dflash import BlockDrafter
-from outrider.drafters.draft import Draft, Siblings, over_vocabulary
+from outrider.drafters.draft import Draft, DraftRow, Siblings
 from outrider.drafters.ngram import NgramDrafter
 from outrider.evaluation.loadtest.config import Traffic
 from outrider.evaluation.loadtest.engines import compare_asked
@@ -110,8 +110,8 @@ def test_drafts_after_the_text_have_the_law_of_drafts_before_it(ids: Tensor | No
         first = token(source.choose(drafted(ids, ())))
         second = token(source.choose(drafted(ids, (first,))))
         siblings = {
-            -1: Siblings(lambda: over_vocabulary(drafted(ids, ()), ids, 3)),
-            0: Siblings(lambda: over_vocabulary(drafted(ids, (first,)), ids, 3)),
+            -1: Siblings(DraftRow(drafted(ids, ()), ids, 3)),
+            0: Siblings(DraftRow(drafted(ids, (first,)), ids, 3)),
         }
         target = [rows(P_T, ()), rows(P_T, (first,)), torch.ones(3, dtype=torch.float64) / 3]
         verdict = verify(Draft.chain([first, second], siblings), TargetRows(target.__getitem__), source)

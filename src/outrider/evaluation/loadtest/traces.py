@@ -216,6 +216,8 @@ class DraftsGivenText(PositionNoise):
         target_NV: p_t of each of them, warps included.
     """
 
+    races = False
+
     def __init__(self, tokens: Sequence[int], first: int, target_NV: Tensor, source: RandomSource) -> None:
         super().__init__(0, target_NV.shape[-1])
         self.tokens, self.first, self.target_NV, self.source = list(tokens), first, target_NV, source
@@ -225,11 +227,8 @@ class DraftsGivenText(PositionNoise):
         """Begin a new draft."""
         self.agrees = True
 
-    def pick_tensor(self, probs: Tensor, position: int, ids: Tensor | None = None) -> Tensor:
-        """An index into `probs` [C], which covers the whole vocabulary or the tokens `ids`; a tensor []."""
-        return torch.tensor(self._index(probs, position, ids), device=probs.device)
-
-    def _index(self, probs: Tensor, position: int, ids: Tensor | None) -> int:
+    def pick(self, probs: Tensor, position: int, ids: Tensor | None = None) -> int:
+        """An index into `probs` [C], which covers the whole vocabulary or the tokens `ids`."""
         place = position - self.first
         if not self.agrees or place >= len(self.tokens):
             return self.source.choose(probs)
