@@ -140,7 +140,7 @@ def test_the_thread_that_loads_has_ended_when_serving_begins(
         threads.append(threading.current_thread())
         return load(*values, **options)
 
-    def measured(*_: object) -> NoReturn:
+    def measured(*_: object, **more: object) -> NoReturn:
         threads.append(threading.current_thread())
         raise ValueError("nothing is measured in tests")
 
