@@ -130,7 +130,11 @@ def test_costs_learned_from_steps(trials: bool, tally: Tally, monkeypatch: pytes
             return np.full(len(view.idle_R), view.expected_RK.shape[1] * (view.contexts_R.max() % 2))
 
     by_cost = LookAhead(learned, margin=0.0)
-    case = Case(SkipDrafting(learned, by_cost)) if trials else Case(by_cost, gate=Alternating(), tokens=(4, 4))
+    case = (
+        Case(SkipDrafting(learned, by_cost), tokens=(5,))
+        if trials
+        else Case(by_cost, gate=Alternating(), tokens=(4, 4))
+    )
     assert tally.deviation(case, case.in_engine) <= TOLERANCE
     assert {Trial(True), Trial(False)} <= tried if trials else len(factors) > 1
 
