@@ -5,7 +5,7 @@
 The right profile is measured first. Each wrong one is made of it: rows beyond the first, or drafts, ten times too dear
 or too cheap, or the uneven one that ended drafting in a first user's demo. Two engines, one with each profile, answer
 the same prompts and take turns, step by step, so that a machine whose speed wavers slows both alike. The first 32 steps
-of both are not counted; then whoever has committed fewer tokens steps next, until the first prompt has no successor.
+of both are not counted; then whoever has committed fewer tokens steps next, until one has fewer requests than users.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ import pytest
 
 import outrider
 import outrider.api.scheduling as scheduling
+from benchmarks.wrong_costs import uneven
 from outrider.api.drafter import require_drafter
 from outrider.api.scheduling import by_profile
 from outrider.data.chat import render
 from outrider.data.sources import load_prompts
-from outrider.decoding.cost import Curve
 from outrider.decoding.generate import generate
 from outrider.decoding.policies import FixedPolicy, LookAhead, SkipDrafting
 from outrider.decoding.profile import machine_profile
@@ -57,25 +57,12 @@ def test_generate_and_python_follow_the_machines_profile(
     assert [response.text for response in together] == [plain.text] * 2 and together[0].rounds < 24
 
 
-# A profile as one was measured beside other work: seconds of forwards by rows, and of a draft.
-UNEVEN = {1: 0.48, 4: 1.26, 8: 1.22, 16: 0.61, 32: 0.95}
-UNEVEN_DRAFT = 0.08
-
-
 def test_an_uneven_profile_keeps_nobody_from_drafting(measured: None, smollm: Target) -> None:
     """It made drafts look so dear that a race against plain decoding ended at an accepted length of 1.04."""
     opened = require_drafter("auto", EMBEDDED_ID).open(smollm)
     right = machine_profile(smollm, opened.drafter)
     assert right.path is not None
-    cells = [
-        cell.model_copy(update={name: UNEVEN[cell.tokens] for name in ("low", "median", "high")})
-        if cell.tokens in UNEVEN and cell.requests == 1
-        else cell.model_copy(update={name: 18 * getattr(cell, name) for name in ("low", "median", "high")})
-        for cell in right.profile.cells
-    ]
-    draft = Curve(requests=[1], seconds=[(UNEVEN_DRAFT,) * 3])
-    wrong = right.profile.model_copy(update={"cells": cells, "draft": draft, "draft_one": draft})
-    chosen = by_profile(opened.drafter, replace(right, profile=wrong))
+    chosen = by_profile(opened.drafter, replace(right, profile=uneven(right.profile)))
     prompts = load_prompts("eval_math", 4)
     lengths = []
     for prompt in prompts:
