@@ -154,9 +154,9 @@ def test_a_race_is_lossless_and_its_clocks_are_apart(
 def test_budgets_shorten_what_is_slow(directory: Path) -> None:
     console = Console(quiet=True)
     turns = 3
-    assert demo.fit_evaluation(96, turns, 1000.0, console=console) == 96
-    assert demo.fit_evaluation(96, turns, 2.0, console=console) == 150 * 2 // (2 * turns)
-    assert demo.fit_evaluation(96, turns, 0.1, console=console) == 24
+    assert demo.fit_evaluation(96, turns, 1000.0, console=console) == (96, 96 * 2 * turns / 1000)
+    assert demo.fit_evaluation(96, turns, 2.0, console=console)[0] == 150 * 2 // (2 * turns)
+    assert demo.fit_evaluation(96, turns, 0.1, console=console)[0] == 24
 
 
 def test_a_curve_in_characters() -> None:

@@ -2,8 +2,8 @@
 
     race -> responses -> training -> evaluation -> report
 
-Training ends when its recipe's `max_minutes` are over, wherever it is by then; an evaluation that would take too long
-is shortened, and a line says so.
+Training ends when the time is over that the other parts leave of ten minutes, wherever it is by then; an evaluation
+that would take too long is shortened, and a line says so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _TASKS = ["eval_math", "eval_chat", "eval_code"]
 _RACE_TOKENS = 64
 _PACKAGED = "packaged"  # in the settings of a responses file: how many of them came with the package
 _LIVE = 4  # prompts of each source that are answered here, where packaged responses are there for the others
-_EVALUATION_SECONDS = 150.0
+_SECONDS, _REPORT_SECONDS, _EVALUATION_SECONDS = 580.0, 40.0, 150.0  # of the whole demo, and at most
+_FEWEST_MINUTES = 2.0  # of training
 _FEWEST_TOKENS = 24
 
 
@@ -81,10 +82,14 @@ def demo(config: DemoConfig) -> None:
     console.rule("responses of the target to train on")
     recipe = add_packaged_responses(recipe, target, console)
     console.rule("training")
+    if plain_rate is not None:
+        eval_tokens, seconds = fit_evaluation(eval_tokens, eval_samples, plain_rate, console=console)
+        if not any(override.startswith("optimizer.max_minutes=") for override in config.overrides):
+            left = _SECONDS - _REPORT_SECONDS - seconds - (time.perf_counter() - started)
+            limit = {"max_minutes": max(left / 60, _FEWEST_MINUTES)}
+            recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=limit)})
     run_training(recipe, target, console)
     console.rule("the drafter trained just now, on prompts that it has not seen")
-    if plain_rate is not None:
-        eval_tokens = fit_evaluation(eval_tokens, eval_samples, plain_rate, console=console)
     model = Model(target, require_drafter(str(out / "drafter"), recipe.target).open(target), say=console.print)
     _measure(model, TaskSettings(eval_samples, eval_tokens), out / "eval", console=console)
     console.rule("the report")
@@ -243,8 +248,9 @@ def add_packaged_responses(recipe: Recipe, target: Target, console: Console) -> 
 # ----------------------------------------------------------------------------
 
 
-def fit_evaluation(tokens: int, samples: int, plain_rate: float, console: Console) -> int:
-    """New tokens per response for which decoding `samples` prompts of each task both ways fits the budget.
+def fit_evaluation(tokens: int, samples: int, plain_rate: float, console: Console) -> tuple[int, float]:
+    """New tokens per response for which decoding `samples` prompts of each task both ways fits the budget, and the
+    seconds that it takes.
 
     A conversation of two turns counts twice; speculative decoding is reckoned as slow as plain decoding.
     """
@@ -256,7 +262,7 @@ def fit_evaluation(tokens: int, samples: int, plain_rate: float, console: Consol
     if chosen < tokens:
         seconds = f"for about {_EVALUATION_SECONDS:.0f} seconds here"
         show_lines(console, f"{chosen} new tokens a response instead of {tokens}, {seconds}")
-    return chosen
+    return chosen, chosen * 2 * turns / plain_rate
 
 
 def _measure(model: Model, settings: TaskSettings, out: Path, console: Console) -> None:
