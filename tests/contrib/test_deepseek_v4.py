@@ -494,13 +494,20 @@ def test_deepseek_v4_is_trained_for_and_decoded_with(tmp_path: Path) -> None:
     check_texts(target, loaded.serve(target))
 
 
+PUBLISHED_NAMES = [("model.embed_tokens.", "embed."), ("model.hc_head.hc_", "hc_head_"), ("model.", "")]
+
+
 def test_one_checkpoint_is_target_and_drafter(tmp_path: Path) -> None:
+    """Under the names that DeepSeek publishes, which transformers reads and does not write."""
     made = published_target("deepseek_v4")
     made.model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    weights, own = load_file(tmp_path / "model.safetensors"), published()
-    drafts = {name: tensor for name, tensor in own.items() if name.startswith("mtp.")}
-    save_file({**weights, **drafts}, tmp_path / "model.safetensors", {"format": "pt"})
+    weights = {name: tensor for name, tensor in published().items() if name.startswith("mtp.")}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        for theirs, ours in PUBLISHED_NAMES:
+            name = name.replace(theirs, ours)
+        weights[name.replace(".attn.norm.", ".attn.kv_norm.")] = tensor
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     target, choice = load_target(tmp_path), choose_drafter(str(tmp_path), str(tmp_path))
     tokens = torch.tensor([list(range(10, 43))])
     ours, theirs = (t.forward(tokens, t.new_cache(0), logits=None).logits_BTV for t in (target, made))

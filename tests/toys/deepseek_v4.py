@@ -68,7 +68,7 @@ def target_config(**changes: Any) -> DeepseekV4Config:
         "index_n_heads": 8,
         "index_head_dim": 6,
         "index_topk": 3,
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
         "eos_token_id": 1,
         "bos_token_id": 2,
         "pad_token_id": 0,
