@@ -43,6 +43,8 @@ def test_the_catalogue() -> None:
     assert [e.repo for e in published_for("meta-llama/Llama-3.3-70B-Instruct")] == [], "pickles are not read"
     entry = published_by(DSPARK)
     assert entry is not None and (entry.rows, entry.thinking, entry.dialect) == (7, False, "DeepSpec")
+    both = published_by("deepseek-ai/DeepSeek-V4-Flash-DSpark")
+    assert both is not None and both.dialect == "DeepSeek-V4" and published_for(both.repo) == [both]
     assert published_by("nobody/nothing") is None
 
 

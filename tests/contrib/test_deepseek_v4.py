@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import DeepseekV4Model
 
+from outrider.api.drafter import choose_drafter
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.contrib.deepseek_v4 import (
     ContextLatents,
@@ -28,12 +30,12 @@ from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
 from outrider.decoding.request import Request, StopRules
 from outrider.decoding.scheduler import EngineConfig
-from outrider.drafters.base import DraftCall, DrafterWeights, DraftModule
+from outrider.drafters.base import DraftCall, Drafter, DrafterWeights, DraftModule
 from outrider.drafters.dspark import DSparkRows
 from outrider.drafters.layers import BlockLayout
 from outrider.drafters.loss import ObjectiveConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
-from outrider.target.model import Target
+from outrider.target.model import Target, load_target
 from outrider.training.batches import Schedule
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
@@ -46,7 +48,9 @@ from tests.toys.deepseek_v4 import RAW, Reference, published, write
 from tests.toys.dialects import config_of
 from tests.toys.engine import finish
 from tests.toys.oracle import row_of
+from tests.toys.published import published_target
 from tests.toys.targets import randomise, toy_samples, toy_target, with_mask_token
+from tests.toys.tokenizer import byte_tokenizer
 from tests.toys.training import OPTIMIZER, on_policy_samples, recipe, train_until
 
 
@@ -458,6 +462,60 @@ def test_checkpointed_activations_route_as_before(tmp_path: Path) -> None:
         states.append(run.drafter.state_dict())
     for name, tensor in states[0].items():
         torch.testing.assert_close(tensor, states[1][name], atol=1e-4, rtol=1e-4)
+
+
+# ----------------------------------------------------------------------------
+# Its own target.
+# ----------------------------------------------------------------------------
+
+
+def check_texts(target: Target, drafter: Drafter) -> None:
+    """Greedy text, alone and in the engine, is plain decoding's; so is coupled text, with some drafts accepted."""
+    prompts, rules = [[9, 8, 7, 30, 31], list(range(10, 43))], StopRules(12, stop_ids=())
+    params = SamplingParams(repetition_penalty=3.0)
+    plain = [generate(target, prompt, None, params, rules).tokens for prompt in prompts]
+    assert [generate(target, prompt, drafter, params, rules).tokens for prompt in prompts] == plain
+    engine = Engine(target, drafter, config=EngineConfig(max_requests=2, num_blocks=40))
+    together = finish(engine, [Request(str(n), prompt, params, rules) for n, prompt in enumerate(prompts)])
+    assert list(together.values()) == plain
+    coupled, rules = SamplingParams(temperature=1.0, seed=4, coupled=True), StopRules(40, stop_ids=())
+    found = generate(target, prompts[1], drafter, coupled, rules)
+    assert found.tokens == generate(target, prompts[1], None, coupled, rules).tokens
+    assert sum(r.accepted for r in found.rounds) > 0
+
+
+def test_deepseek_v4_is_trained_for_and_decoded_with(tmp_path: Path) -> None:
+    target = published_target("deepseek_v4")
+    run = run_of(target, toy_samples(14))
+    assert run.drafter.config.target_layer_ids == (2, 3, 4), "the last one's streams too, as DeepSeek's"
+    Trainer(v4_recipe(tmp_path, optimizer={**OPTIMIZER, "steps": 4}, eval_every=4), run).train()
+    loaded = load_checkpoint(tmp_path / "drafter")
+    assert isinstance(loaded.weights.module, DSparkV4)
+    check_texts(target, loaded.serve(target))
+
+
+PUBLISHED_NAMES = [("model.embed_tokens.", "embed."), ("model.hc_head.hc_", "hc_head_"), ("model.", "")]
+
+
+def test_one_checkpoint_is_target_and_drafter(tmp_path: Path) -> None:
+    """Under the names that DeepSeek publishes, which transformers reads and does not write."""
+    made = published_target("deepseek_v4")
+    made.model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    weights = {name: tensor for name, tensor in published().items() if name.startswith("mtp.")}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        for theirs, ours in PUBLISHED_NAMES:
+            name = name.replace(theirs, ours)
+        weights[name.replace(".attn.norm.", ".attn.kv_norm.")] = tensor
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    target, choice = load_target(tmp_path), choose_drafter(str(tmp_path), str(tmp_path))
+    tokens = torch.tensor([list(range(10, 43))])
+    ours, theirs = (t.forward(tokens, t.new_cache(0), logits=None).logits_BTV for t in (target, made))
+    torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+    assert choice is not None
+    opened = choice.open(target)
+    assert opened.algorithm == "dspark_v4" and opened.drafter.aux_layers == (2, 3, 4) and opened.drafter.gamma == 5
+    check_texts(target, opened.drafter)
 
 
 # ----------------------------------------------------------------------------

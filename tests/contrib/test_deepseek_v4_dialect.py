@@ -68,14 +68,14 @@ def test_every_field_and_tensor_has_its_place(tmp_path: Path) -> None:
     config, state = found.config, found.weights.tensors
     assert found.algorithm == "dspark_v4" and config.num_target_layers == 5 and config.target_layer_ids == (2, 3, 4)
     assert (config.block_size, config.gamma, config.mask_token_id, config.markov_rank) == (5, 5, 3, 6)
-    assert (config.intermediate_size, config.n_routed_experts, config.num_experts_per_tok) == (18, 6, 2)
+    assert (config.intermediate_size, config.n_routed_experts, config.num_experts_per_tok) == (20, 6, 2)
     assert (config.hc_mult, config.hc_sinkhorn_iters, config.sliding_window, config.rope_theta) == (3, 4, 8, 777.0)
     assert torch.equal(state["layers.1.ffn.experts.w2"][4], tensors["mtp.1.ffn.experts.4.w2.weight"])
     assert torch.equal(state["layers.2.hc_ffn.scale"], tensors["mtp.2.hc_ffn_scale"])
     assert torch.equal(state["layers.0.ffn.gate.bias"], tensors["mtp.0.ffn.gate.bias"])
     assert not state["confidence_head.proj.bias"].any()
     facts = dict(describe(tmp_path / "target"))
-    assert facts["dialect"] == "DeepSeek-V4" and facts["experts"] == "2 of 6 and a shared one, 18 wide"
+    assert facts["dialect"] == "DeepSeek-V4" and facts["experts"] == "2 of 6 and a shared one, 20 wide"
     save_drafter(Checkpoint(found.weights), tmp_path / "ours")
     assert_same(load_checkpoint(tmp_path / "ours").weights, found.weights)
 

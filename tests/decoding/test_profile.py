@@ -368,7 +368,7 @@ def test_the_verb_without_a_drafter_and_its_mistakes(run: Run, toy: Path, tmp_pa
         assert not out.exists()
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3", "deepseek_v4"])
 @torch.inference_mode()
 def test_states_and_latents_are_profiled_at_any_context(name: str) -> None:
     jobs = forward_jobs(published_target(name), (), [(2, 4, 20), (1, 3, 40), (2, 2, 8)], 2)

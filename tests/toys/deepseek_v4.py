@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import DeepseekV4Config
 
 RAW: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -24,7 +25,7 @@ RAW: dict[str, Any] = {
     "q_lora_rank": 10,
     "o_lora_rank": 7,
     "o_groups": 2,
-    "moe_intermediate_size": 18,
+    "moe_intermediate_size": 20,
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
@@ -52,6 +53,27 @@ RAW: dict[str, Any] = {
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]},
 }
 STAGES = 3
+
+
+def target_config(**changes: Any) -> DeepseekV4Config:
+    """The target of that checkpoint, with every kind of layer; texts of tests leave its windows and fill its entries.
+
+    The indexer picks 3 entries. It has 8 heads, so that entries whose products are all negative do not tie.
+    """
+    not_its = ("architectures", "model_type", "quantization_config", "compress_ratios", "rope_scaling")
+    shared = {name: value for name, value in RAW.items() if name not in not_its}
+    own: dict[str, Any] = {
+        "compress_ratios": [0, 4, 128, 4, 128],
+        "compress_rate_hca": 8,
+        "index_n_heads": 8,
+        "index_head_dim": 6,
+        "index_topk": 3,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return DeepseekV4Config(**{**shared, **own, **changes})
 
 
 def published(seed: int = 0) -> dict[str, Tensor]:

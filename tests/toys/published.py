@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from outrider.target.model import Target
+from tests.toys.deepseek_v4 import target_config
 from tests.toys.targets import GEMMA3_ROPE, TOY, random_target
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -137,6 +138,7 @@ def _configs() -> dict[str, PretrainedConfig]:
             index_n_heads=2,
             indexer_types=["full", "full", "shared", "full", "shared"],
         ),
+        "deepseek_v4": target_config(),
         # Kimi-K2 is DeepSeek-V3 with one group of experts; its checkpoints call it so inside kimi_k25.
         "kimi_k2.5 (nested)": Kimi_K25Config(
             text_config={**DEEPSEEK, "model_type": "kimi_k2", "n_group": 1, "topk_group": 1},

@@ -73,6 +73,9 @@ def random_target(config: PretrainedConfig, name: str, seed: int = 0, dtype: tor
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.normal_(std=0.15)
+        for place, buffer in model.named_buffers():
+            if place.endswith("tid2eid"):  # the experts of each token, where a token decides them
+                buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).argsort(-1)[:, : buffer.shape[1]])
     return Target(model.to(dtype), None, name)
 
 

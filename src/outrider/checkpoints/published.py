@@ -72,7 +72,8 @@ def _places() -> list[Path]:
 # Sources: README of github.com/z-lab/dflash and the collection z-lab/dflash on the hub (DFlash, DFlash 2); "Released
 # Checkpoints" in the README of github.com/deepseek-ai/DeepSpec (Qwen3 and Gemma 4, all of them "in non-thinking mode")
 # and its modeling code; the hub pages of yuhuili (EAGLE-3 by its authors); AngelSlim's EAGLE-3 as vLLM's tests and
-# its pull request 22333 (their architecture) name them.
+# its pull request 22333 (their architecture) name them. DeepSeek-V4-Flash-DSpark is target and drafter; the README of
+# DeepSeek-V4-Flash-0731 names it.
 # ----------------------------------------------------------------------------
 
 
@@ -85,21 +86,28 @@ _OBSTACLES = {
 
 @dataclass(frozen=True)
 class Published:
-    """A published checkpoint. `known`: an obstacle to reading it besides its architecture."""
+    """A published checkpoint.
+
+    Attributes:
+        known: an obstacle to reading it besides its architecture.
+        marks: fields of its config.json without which its architecture would be a target's.
+    """
 
     target: str
     repo: str
-    algorithm: Literal["dflash", "dflash2", "dspark", "eagle3"]
+    algorithm: Literal["dflash", "dflash2", "dspark", "dspark_v4", "eagle3"]
     architecture: str
     rows: int | None = None
     thinking: bool | None = None
     known: Literal["pickle"] | None = None
+    marks: tuple[str, ...] = ()
 
     @property
     def dialect(self) -> str | None:
         """Dialect of its architecture, as `outrider inspect` names it; None if no dialect here reads it."""
         try:
-            return dialect_of({"architectures": [self.architecture]}, self.repo).name
+            fields = {"architectures": [self.architecture], **dict.fromkeys(self.marks)}
+            return dialect_of(fields, self.repo).name
         except UnknownDialect:
             return None
 
@@ -157,6 +165,14 @@ PUBLISHED: tuple[Published, ...] = (
     _zlab("google/gemma-4-26B-A4B-it", "gemma-4-26B-A4B-it-DFlash", 16),
     _zlab("google/gemma-4-31B-it", "gemma-4-31B-it-DFlash"),
     _zlab("moonshotai/Kimi-K2.5", "Kimi-K2.5-DFlash"),
+    Published(
+        "deepseek-ai/DeepSeek-V4-Flash-DSpark",
+        "deepseek-ai/DeepSeek-V4-Flash-DSpark",
+        "dspark_v4",
+        architecture="DeepseekV4ForCausalLM",
+        rows=5,
+        marks=("dspark_block_size",),
+    ),
     _angelslim("1.7B"),
     _angelslim("4B"),
     _angelslim("8B"),

@@ -13,7 +13,8 @@ A row has n residual streams X [n, H]. Around each sublayer f (attention, then e
              and a shared expert; an expert is W_2 (silu(min(W_1 u, m)) * clamp(W_3 u, -m, m))
 
 A block sees the latents of the last `sliding_window` committed tokens before its anchor, the same ones in every row,
-and all of its own rows. Latents of committed tokens are made of the features (W_kv H_ctx), as in DFlash. The heads are
+and all of its own rows. Latents of committed tokens are made of the features (W_kv H_ctx), as in DFlash; those of
+DeepSeek-V4 are the means of its streams after the aux layers, its last one before the final norm. The heads are
 DSpark's; confidences read a^T X before the final norm.
 
 The bias is no parameter: after each step it moves by `balance_rate` towards the experts that were chosen less often
@@ -79,6 +80,7 @@ class DSparkV4Config(DSparkConfig):
     """
 
     algorithm: ClassVar[str] = "dspark_v4"
+    reads_last: ClassVar[bool] = True
 
     num_hidden_layers: Annotated[Count, Field(description="Draft layers.")] = 3
     block_size: Annotated[Count, Field(description="Rows of a block, the anchor included.")] = 5
@@ -135,7 +137,7 @@ class DSparkV4Config(DSparkConfig):
         *,
         target_layer_ids: Sequence[int] | None = None,
         num_aux_layers: Annotated[
-            Count, Field(description="Aux layers, right before the last one, where target_layer_ids is left out.")
+            Count, Field(description="Aux layers where target_layer_ids is left out: the last ones before the last.")
         ] = 3,
         draft_vocab_size: int | None = None,
         mask_token: MaskToken = None,
@@ -144,8 +146,8 @@ class DSparkV4Config(DSparkConfig):
         """Heads and hidden size of the target, the other sizes in DeepSeek-V4's proportions, the recipe's choices.
 
         Args:
-            target_layer_ids: None: `num_aux_layers` layers before the last one. DeepSeek's also reads the last one's
-                streams, which other targets do not have.
+            target_layer_ids: None: `num_aux_layers` layers before the last one; of a target with residual streams the
+                last ones, as DeepSeek's.
             draft_vocab_size: None: the target's.
             mask_token: None: a special token that no chat template uses.
         """
@@ -156,6 +158,7 @@ class DSparkV4Config(DSparkConfig):
                 f"drafter.num_aux_layers is {num_aux_layers}, and a target of {target.num_layers} layers has "
                 f"{target.num_layers - 1} before its last: ask for fewer, or name them in drafter.target_layer_ids."
             )
+        end = target.num_layers if target.family.streams else target.num_layers - 1
         own = {
             "num_key_value_heads": 1,
             "rope_scaling": None,
@@ -167,7 +170,7 @@ class DSparkV4Config(DSparkConfig):
         }
         return super().from_target(
             target,
-            target_layer_ids=target_layer_ids or range(target.num_layers - 1 - num_aux_layers, target.num_layers - 1),
+            target_layer_ids=target_layer_ids or range(end - num_aux_layers, end),
             draft_vocab_size=draft_vocab_size,
             mask_token=mask_token,
             **{**own, **chosen},

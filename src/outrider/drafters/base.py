@@ -495,6 +495,20 @@ def check_fits(config: Any, target: DecodingTarget, final: bool = False) -> None
     target.check_aux_layers(config.target_layer_ids, final)
 
 
+def last_hidden_layer(target: Target) -> int:
+    """The aux layer of the target's last hidden state, after the final norm.
+
+    Raises:
+        ValueError: the target has residual streams, whose last aux hidden state is their mean before that norm.
+    """
+    if target.family.streams:
+        raise ValueError(
+            f"this method reads the last hidden state after the final norm, and {target.name} gives the mean of its "
+            "residual streams before it: choose another method, such as dspark_v4."
+        )
+    return target.num_layers - 1
+
+
 # ----------------------------------------------------------------------------
 # The trainable module of a drafter.
 #

@@ -100,6 +100,7 @@ class DFlashConfig(LayerConfig):
 
     algorithm: ClassVar[str] = "dflash"
     layouts: ClassVar[tuple[bool, ...]] = (False,)  # values of sample_from_anchor that the method's checkpoints have
+    reads_last: ClassVar[bool] = False  # whether its aux layers may include the last, after the final norm
 
     num_hidden_layers: Annotated[Count, Field(description="Draft layers.")] = 2
     mask_token_id: NotInRecipe[int]
@@ -181,7 +182,7 @@ class DFlashConfig(LayerConfig):
         aux_layers = target_layer_ids or default_aux_layers(target.num_layers, num_aux_layers)
         config = cls(
             draft_vocab_size=draft_vocabulary(target, draft_vocab_size),
-            target_layer_ids=target.check_aux_layers(aux_layers),
+            target_layer_ids=target.check_aux_layers(aux_layers, cls.reads_last),
             mask_token_id=mask_token_id(target, mask_token),
             **{**layer_shapes(target), **chosen},
         )

@@ -43,6 +43,7 @@ from outrider.drafters.base import (
     Level,
     ModuleDrafter,
     check_fits,
+    last_hidden_layer,
     longest_draft,
 )
 from outrider.drafters.cache import DraftSession
@@ -76,7 +77,7 @@ class MedusaConfig(DrafterConfig):
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             draft_vocab_size=draft_vocabulary(target, draft_vocab_size),
-            num_target_layers=target.num_layers,
+            num_target_layers=last_hidden_layer(target) + 1,
             **chosen,
         )
 

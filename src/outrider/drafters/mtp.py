@@ -47,6 +47,7 @@ from outrider.drafters.base import (
     DraftRows,
     ModuleDrafter,
     check_fits,
+    last_hidden_layer,
     longest_draft,
 )
 from outrider.drafters.cache import CachedKeys, DraftKV, DraftSession
@@ -100,7 +101,7 @@ class MTPConfig(LayerConfig):
         return cls(
             **layer_shapes(target),
             draft_vocab_size=draft_vocabulary(target, draft_vocab_size),
-            target_layer_ids=target.check_aux_layers([target.num_layers - 1], final=True),
+            target_layer_ids=(last_hidden_layer(target),),
             qk_norm=hasattr(target.decoder.layers[-1].self_attn, "q_norm"),
             **chosen,
         )

@@ -25,7 +25,7 @@ def layer_shapes(target: Target) -> dict[str, Any]:
     """
     theirs = target.config
     rope = getattr(theirs, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # Gemma 3 has one set per kind of layer
+    rope = rope.get("full_attention", rope.get("main", rope))  # Gemma 3 and DeepSeek-V4 have one per kind of layer
     attention = next(layer.self_attn for layer in target.decoder.layers if hasattr(layer, "self_attn"))
     active = getattr(theirs, "intermediate_size", None) or theirs.moe_intermediate_size * theirs.num_experts_per_tok
     return {

@@ -17,7 +17,7 @@ Source: Gated Delta Networks, arXiv 2412.06464. Shapes: B sequences, T rows, D h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,23 @@ _LAYER = "linear_attn"  # the attribute of a decoder layer that holds its recurr
 def recurrent_modules(decoder: Any) -> dict[int, torch.nn.Module]:
     """Return the recurrent modules of a decoder, by layer index."""
     return {i: getattr(layer, _LAYER) for i, layer in enumerate(decoder.layers) if hasattr(layer, _LAYER)}
+
+
+class StateLayer(Protocol):
+    """A layer of a cache that keeps a state instead of slots, which goes back within the last forward only."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens read."""
+        ...
+
+    def assume(self, length: int) -> None:
+        """Count `length` tokens as read, whatever the state is."""
+        ...
+
+    def rollback(self, length: int, cache: Cache) -> None:
+        """Drop every token from `length` on, all of them from the last forward."""
+        ...
 
 
 class RecurrentLayer(LinearAttentionCacheLayerMixin):
@@ -73,6 +90,13 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self.length += rows_BTD.shape[1]
         self._before, self._rows_BTD = (self.conv_states[0], self.recurrent_states[0]), rows_BTD
 
+    def assume(self, length: int) -> None:
+        self.length = length
+
+    def rollback(self, length: int, cache: Cache) -> None:
+        self.drop(self.length - length, cache)
+        self.length = length
+
     @torch.inference_mode()
     def drop(self, count: int, cache: Cache) -> None:
         """Drop the last `count` rows, all of them from the last forward."""
@@ -107,7 +131,8 @@ def remember_inputs(module: Any, _args: Any, inputs: dict[str, Any]) -> None:
 # rollback sets one integer, without copies or rounding. Sliding layers keep all slots, too; a mask hides those outside
 # the window. Latents (MLA) are stored unexpanded. After verifying a tree, the slots of the accepted path move together;
 # keys contain their positions, so they stay the same. Recurrent layers have a state instead of slots and roll back as
-# described above. The cache is a `transformers.Cache`, so every family's attention can write into it.
+# described above, as do layers of compressed attention (target/compressed.py). The cache is a `transformers.Cache`, so
+# every family's attention can write into it.
 # ----------------------------------------------------------------------------
 
 
@@ -163,21 +188,21 @@ class KVCache(Cache):
     """The cache of all layers of a model, for B sequences that share a slot index.
 
     Args:
-        num_layers: number of decoder layers, at least one of which has keys.
-        capacity: slots, one per token; 0 for recurrent states only.
-        recurrent: modules of the layers that have a state instead of keys.
+        num_layers: number of decoder layers.
+        capacity: slots, one per token; 0 for states only.
+        states: the layers that have a state instead of slots, by index.
     """
 
     def __init__(
         self,
         num_layers: int,
         capacity: int,
-        recurrent: Mapping[int, torch.nn.Module] | None = None,
+        states: Mapping[int, StateLayer] | None = None,
     ) -> None:
-        states = {i: RecurrentLayer(module) for i, module in (recurrent or {}).items()}
-        super().__init__(layers=[states.get(i) or KVLayer(capacity) for i in range(num_layers)])
+        own: dict[int, Any] = dict(states or {})
+        super().__init__(layers=[own.get(i) or KVLayer(capacity) for i in range(num_layers)])
         self.capacity = capacity
-        self._states = list(states.values())
+        self._states: list[StateLayer] = list(own.values())
         self._stores = [layer for layer in self.layers if isinstance(layer, KVLayer)]
 
     @property
@@ -191,25 +216,24 @@ class KVCache(Cache):
         return (self._states or self._stores)[0].length
 
     def assume(self, length: int) -> None:
-        """Count `length` tokens as read by the recurrent layers, for measurements that do not depend on content."""
+        """Count `length` tokens as read by layers with a state, for measurements that do not depend on content."""
         for state in self._states:
-            state.length = length
+            state.assume(length)
 
     def rollback(self, length: int) -> None:
-        """Drop every slot from `length` on; with recurrent layers only within the last forward."""
+        """Drop every slot from `length` on; with layers that keep a state only within the last forward."""
         assert 0 <= length <= self.length, f"cannot roll back from {self.length} to {length}"
         for store in self._used:
             store.length = length
         for state in self._states:
-            state.drop(state.length - length, self)  # a forward that failed may have reached only some of the layers
-            state.length = length
+            state.rollback(length, self)  # a forward that failed may have reached only some of the layers
 
     def keep_path(self, start: int, rows: Sequence[int]) -> None:
         """Keep only the slots `rows` (ascending, relative to `start`) after `start`, and move them together."""
         assert sorted(set(rows)) == list(rows) and start + max(rows, default=-1) < self.length, f"{rows} after {start}"
         end = start + len(rows)
         if list(rows) != list(range(len(rows))):
-            assert not self._states, "branches in a recurrent state"
+            assert not self._states, "branches in a state"
             for layer in self._used:
                 from_T = on_device(rows, layer.keys.device) + start
                 layer.keys[:, :, start:end] = layer.keys.index_select(2, from_T)

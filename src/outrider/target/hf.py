@@ -1,7 +1,8 @@
 """Run a target through transformers' modules, with the cache, masks and ragged batches of this package.
 
 In a ragged forward transformers' attention interface calls `ragged_attention`: the modules provide scaling, window,
-soft cap and sinks, the step provides the keys that each row sees. Recurrent modules run request by request.
+soft cap and sinks, the step provides the keys that each row sees. Recurrent modules and compressed attention run
+request by request.
 Shapes: K kv heads, H query heads, E head dim, T rows; the leading 1 is transformers' batch.
 """
 
@@ -18,6 +19,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from outrider.target.attention import Branches, additive
 from outrider.target.cache import KVCache, recurrent_modules, remember_inputs
+from outrider.target.compressed import compresses
 from outrider.target.fused import AuxOutput
 from outrider.target.paged import RaggedStep
 from outrider.utils.measure import on_device
@@ -83,6 +85,34 @@ def _recurrence_by_span(module: Any, hidden_states: Tensor, *, ragged_step: Ragg
     return torch.cat(outputs, dim=1)
 
 
+def _attention_by_span(
+    module: Any,
+    hidden_states: Tensor,
+    *,
+    position_embeddings: dict[str, tuple[Tensor, Tensor]],
+    position_ids: Tensor,
+    ragged_step: RaggedStep,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Run compressed attention on the rows of many requests, [1, T, D], each with its states."""
+    outputs: list[Tensor] = []
+    start = 0
+    for index, span in enumerate(ragged_step.spans):
+        assert span.states is not None, "a span of compressed attention without states"
+        rows = slice(start, start := start + len(span.tokens))
+        rope = {kind: (cos[:, rows], sin[:, rows]) for kind, (cos, sin) in position_embeddings.items()}
+        output, *_rest = type(module).forward(
+            module,
+            hidden_states[:, rows],
+            position_embeddings=rope,
+            position_ids=position_ids[:, rows],
+            attention_mask=ragged_step.mask(index, module.sliding_window),
+            past_key_values=span.states,
+        )
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), None
+
+
 def _every_key(module: Any, *, prev_topk_indices: Tensor | None = None, **inputs: Any) -> tuple[Any, Any, None]:
     """Run sparse attention whose indexer would select every key: it is DeepSeek-V3's, with the same parameters."""
     # Here: transformers loads a family's modules when they are asked for, which takes a while.
@@ -123,23 +153,30 @@ def text_decoder(model: Any) -> Any:
 
 
 def most_keys(config: PretrainedConfig) -> int | None:
-    """How many keys an indexer selects for each row (`index_topk` of GLM-5); None: the family has no indexer."""
+    """How many keys the indexer of a model selects for each row (`index_topk` of GLM-5), if it does not run here."""
     found: int | None = getattr(config, "index_topk", None)
-    return found
+    return None if compresses(config) else found
 
 
 class FamilyDecoder:
-    """Runs a decoder of transformers with the cache, trees and ragged batches of this package."""
+    """Runs a decoder of transformers with the cache, trees and ragged batches of this package.
 
-    def __init__(self, model: Any, config: PretrainedConfig) -> None:
+    Args:
+        streams: whether layers give several residual streams, [B, T, n, D]; aux hidden states are then their means.
+    """
+
+    def __init__(self, model: Any, config: PretrainedConfig, streams: bool = False) -> None:
         self.module, self.config = text_decoder(model), config
         self._last = config.num_hidden_layers - 1
         self._captured: dict[int, Tensor] = {}
         self._wanted: tuple[int, ...] = ()
+        self._streams = streams
         self.module.embed_tokens.register_forward_hook(self._hook(-1))
-        for index, layer in enumerate(self.module.layers[:-1]):  # the last aux layer is the model's output
+        # The last aux layer is the model's output, after the final norm; with streams their mean, before that norm.
+        for index, layer in enumerate(self.module.layers if streams else self.module.layers[:-1]):
             layer.register_forward_hook(self._hook(index))
         self._recurrent = list(recurrent_modules(self.module).values())
+        self._compressed = [layer.self_attn for layer in self.module.layers] if compresses(config) else []
         self._selecting = most_keys(config)
         self._sparse = [] if self._selecting is None else [layer.self_attn for layer in self.module.layers]
         if self._sparse:
@@ -150,7 +187,8 @@ class FamilyDecoder:
     def _hook(self, index: int) -> Any:
         def capture(_module: Any, _args: Any, output: Any) -> None:
             if index in self._wanted:
-                self._captured[index] = output[0] if isinstance(output, tuple) else output
+                hidden = output[0] if isinstance(output, tuple) else output
+                self._captured[index] = hidden.mean(2) if self._streams and index >= 0 else hidden
 
         return capture
 
@@ -190,6 +228,9 @@ class FamilyDecoder:
         """Run the rows of many requests, B = 1, with the attention of `step`."""
         self._check_keys(max(span.end for span in step.spans))
         inputs = {"input_ids": step.tokens_1T, "position_ids": step.positions_1T, "ragged_step": step}
+        if self._compressed:
+            with forwards_replaced(self._compressed, _attention_by_span):
+                return self._forward_aux(aux_layers, **inputs, attention_mask={"unused": None})  # no mask of all rows
         if step.latent:
             inputs["past_key_values"] = step  # its modules cache latents before expanding them
         with ragged_attention_in(self.config), forwards_replaced(self._recurrent, _recurrence_by_span):
@@ -219,6 +260,6 @@ class FamilyDecoder:
         with forwards_replaced(self._sparse, _every_key):
             output = self.module(use_cache="past_key_values" in inputs, **inputs)
         captured, self._wanted, self._captured = self._captured, (), {}
-        if self._last in aux_layers:
+        if self._last in aux_layers and not self._streams:
             captured[self._last] = output.last_hidden_state
         return output.last_hidden_state, captured

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from outrider.target.attention import Branches
-from outrider.target.cache import KVCache, recurrent_modules
+from outrider.target.cache import KVCache, RecurrentLayer, StateLayer, recurrent_modules
+from outrider.target.compressed import compressed_layers, compresses
 from outrider.target.fused import FusedDecoder
 from outrider.target.graphs import StepGraphs
 from outrider.target.hf import FamilyDecoder, most_keys, text_decoder
@@ -114,7 +115,7 @@ class DecodingTarget(Protocol):
         ...
 
     def new_states(self) -> Any:
-        """Make the recurrent states of a request; None if no layer keeps a state."""
+        """Make the states of a request that are not in the pool; None if no layer keeps one."""
         ...
 
     def forward_ragged(self, spans: Sequence[Span], kv: Any, aux_layers: tuple[int, ...] = ()) -> DecodingOutput:
@@ -154,11 +155,12 @@ def check_aux_layers(num_layers: int, aux_layers: Sequence[int], final: bool = F
 
 @dataclass(frozen=True)
 class Family:
-    """A model family (`model_type`): whether it has the fused forward and scales embeddings."""
+    """A model family (`model_type`): whether it has the fused forward, scales embeddings and has several streams."""
 
     model_type: str
     fused: bool = False  # RMSNorm -> (QK-norm) -> RoPE -> GQA -> SwiGLU: target/fused.py can run it
     scaled_embeddings: bool = False  # embeddings are multiplied by sqrt(hidden_size) before layer 0
+    streams: bool = False  # residual streams (hyper-connections), whose means are the aux hidden states
 
     def embedding_scale(self, hidden_size: int, dtype: torch.dtype) -> float:
         """Return the factor of input embeddings, rounded to the model's type."""
@@ -180,6 +182,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen3_5_moe_text"),
     Family("deepseek_v3"),
     Family("glm_moe_dsa"),  # as far as its indexer selects every key
+    Family("deepseek_v4", streams=True),
 )
 
 
@@ -203,7 +206,8 @@ def family_of(config: PretrainedConfig) -> Family:
 #     [B, T, D]
 #
 # Aux layer i is HF's `hidden_states[i + 1]`: the output of decoder layer i, after the final norm for the last layer; -1
-# is the embedding output. Only some drafters read the final layer (docs/architecture.md, Checkpoints).
+# is the embedding output. Only some drafters read the final layer (docs/architecture.md, Checkpoints). Of a family with
+# residual streams an aux layer is the mean of the streams after it, also for the last layer: before the final norm.
 # ----------------------------------------------------------------------------
 
 
@@ -243,9 +247,10 @@ class Target:
         self._head32: Float32Rows | None = None
         self.sharded = isinstance(self.decoder.layers[0], FSDPModule)  # every rank must then run each forward
         self._recurrent = recurrent_modules(self.decoder)
+        self._stateful = bool(self._recurrent) or compresses(config)  # layers keep a state outside the pages
         fused = self.device.type in ("cpu", "cuda") and self._fusable() and not self.sharded
         self._fused = FusedDecoder(model) if fused else None
-        self._decoder = self._fused or FamilyDecoder(model, config)
+        self._decoder = self._fused or FamilyDecoder(model, config, self.family.streams)
         graphed = self._fused is not None and available(self.device, self.dtype)
         self.graphs = StepGraphs(self._fused) if self._fused is not None and graphed else None
 
@@ -266,20 +271,23 @@ class Target:
         return check_aux_layers(self.num_layers, aux_layers, final)
 
     def check_trees(self) -> None:
-        """Refuse trees for recurrent targets.
+        """Refuse trees for targets whose layers carry a state.
 
         Raises:
-            ValueError: layers carry one state from token to token.
+            ValueError: layers carry a state from token to token.
         """
-        if self._recurrent:
+        if self._stateful:
             raise ValueError(
-                f"model_type {self.config.model_type!r} cannot verify trees: its linear-attention layers carry one "
-                "state from token to token, which siblings cannot share. Draft chains: leave out --tree."
+                f"model_type {self.config.model_type!r} cannot verify trees: its layers carry a state from token to "
+                "token, which siblings cannot share. Draft chains: leave out --tree."
             )
 
     def new_cache(self, capacity: int) -> KVCache:
         """Make an empty KV cache of `capacity` slots."""
-        return KVCache(self.num_layers, capacity, recurrent=self._recurrent)
+        states: dict[int, StateLayer] = {i: RecurrentLayer(module) for i, module in self._recurrent.items()}
+        if compresses(self.config):
+            states |= compressed_layers(self.config)
+        return KVCache(self.num_layers, capacity, states)
 
     def check_batches(self) -> None:
         """Refuse batches if requests would affect each other.
@@ -295,8 +303,8 @@ class Target:
         Raises:
             ValueError: layers carry a state, or keys depend on the length of the text.
         """
-        if self._recurrent or not batches(self.config):
-            why = "layers carry a state from token to token" if self._recurrent else "keys depend on a text's length"
+        if self._stateful or not batches(self.config):
+            why = "layers carry a state from token to token" if self._stateful else "keys depend on a text's length"
             raise ValueError(f"model_type {self.config.model_type!r} cannot share cached prefixes: {why}.")
 
     def new_kv(self, num_blocks: int, block_size: int, aux_layers: int = 0) -> PagedKV:
@@ -304,8 +312,8 @@ class Target:
         return PagedKV(self, num_blocks, block_size, aux_layers=aux_layers)
 
     def new_states(self) -> KVCache | None:
-        """Make the recurrent states of a request of ragged forwards; None if no layer keeps a state."""
-        return self.new_cache(0) if self._recurrent else None
+        """Make the states of a request of ragged forwards; None if no layer keeps a state outside the pages."""
+        return self.new_cache(0) if self._stateful else None
 
     @torch.inference_mode()
     def forward(

@@ -9,7 +9,8 @@ Source: Kwon et al., arXiv 2309.06180.
 
 If layers differ in their heads (Gemma 4), every run of equal layers has its own pool with the same slots. With latent
 attention (DeepSeek-V3) a slot holds latents as one head: the compressed vector that keys and values are expanded from,
-and the rotated part that all heads share. A recurrent layer has no heads; the states of a request are in its `Span`.
+and the rotated part that all heads share. A recurrent layer has no heads, nor has one that attends to compressed keys
+(DeepSeek-V4): the states of a request are in its `Span`, and a block is only counted.
 
 Shapes: L layers, K kv heads, S slots of the pool, E head dim, T new tokens of all spans, N rows with logits.
 """
@@ -27,6 +28,7 @@ from transformers import PretrainedConfig
 
 from outrider.target.attention import Branches, additive, attend_folded, fold, lowest_visible, unfold
 from outrider.target.cache import KVCache
+from outrider.target.compressed import compresses, numbers_per_token
 from outrider.target.kernels import Cache, FewRows, WholeStep, attends, most_rows
 from outrider.target.paged_attention import MOST_SEEN, Plan, Reader, available, bits_of, plan
 from outrider.target.paged_attention import attend as attend_pages
@@ -107,6 +109,7 @@ class PagedKV:
             self.pools.append((keys, values))
         self.layers = [layer for keys, values in self.pools for layer in zip(keys, values, strict=True)]
         self.aux_SLD = target.embed_VD.new_empty(self.spare_slot, aux_layers, target.hidden_size)
+        self._bytes_beside = int(numbers_per_token(config) * block_size) * self.dtype.itemsize
 
     @property
     def device(self) -> torch.device:
@@ -118,9 +121,9 @@ class PagedKV:
 
     @property
     def block_bytes(self) -> int:
-        """Memory of one block."""
+        """Memory of one block, with that of states that grow with a text."""
         kept = sum(pool.nbytes // pool.shape[2] * self.block_size for pool in chain.from_iterable(self.pools))
-        return kept + self.aux_SLD.nbytes // self.num_blocks
+        return kept + self._bytes_beside + self.aux_SLD.nbytes // self.num_blocks
 
     def claim(self) -> None:
         """Write every slot once to commit the memory to this process, before anything is stored in it."""
@@ -180,8 +183,8 @@ class PagedKV:
 
 
 def _kept_per_slot(attention: Any, config: PretrainedConfig) -> tuple[int, int, int]:
-    """Return heads, key dim and value dim that a layer stores per token; no heads without attention."""
-    if attention is None:
+    """Return heads, key dim and value dim that a layer stores per token; no heads without attention in pages."""
+    if attention is None or compresses(config):
         return 0, 0, 0
     if getattr(config, "kv_lora_rank", None) is not None:
         return 1, config.kv_lora_rank, config.qk_rope_head_dim
@@ -241,7 +244,8 @@ def batches(config: PretrainedConfig) -> bool:
 
 
 def _check_layers(config: PretrainedConfig) -> None:
-    if others := set(getattr(config, "layer_types", None) or ()) - _PAGEABLE:
+    others = set(getattr(config, "layer_types", None) or ()) - _PAGEABLE
+    if others and not compresses(config):
         raise ValueError(
             f"model_type {config.model_type!r} cannot be decoded: layers of type {', '.join(sorted(others))} are not "
             "supported. Use another target."
@@ -306,6 +310,7 @@ class RaggedStep:
         self._few = [i for i, span in enumerate(spans) if len(span.tokens) <= self._most_rows]
         self._few_rows: dict[int | None, FewRows] = {}
         self._contexts: dict[tuple[int, int | None, int], _Context] = {}
+        self._masks: dict[tuple[int, int], Tensor] = {}
         small = all(span.parents is None or len(span.tokens) <= MOST_SEEN for span in spans)
         self._pages = small and available(kv.device, kv.dtype)
         self._plans: dict[tuple[int | None, int], Plan] = {}
@@ -381,6 +386,15 @@ class RaggedStep:
                 rows = slice(self._first_row[index], self._first_row[index] + len(span.tokens))
                 out[:, :, rows] = attend_span(index, q[:, :, rows])
         return out
+
+    def mask(self, index: int, window: int) -> Tensor:
+        """Return the additive mask [1, 1, T, N] of a span's rows over what a sliding window leaves, cached."""
+        key = index, window
+        if key not in self._masks:
+            span = self.spans[index]
+            low = lowest_visible(span.past, window)
+            self._masks[key] = _mask(span, self._kv, low, window=window, groups=1)
+        return self._masks[key]
 
     def whole(self) -> WholeStep | None:
         """Prepare the step for layers computed as a whole; None if a span has too many rows for that."""
