@@ -77,7 +77,7 @@ def engine_command(config: ServeConfig, say: Say) -> EngineCommand:
         executable=config.started.engine_command,
         extra=extra,
     )
-    return EngineCommand(engine.command(plan), engine.environment(plan), key, export)
+    return EngineCommand(engine.command(plan), engine.environment(plan), key=key, export=export)
 
 
 def become_engine(config: ServeConfig, command: EngineCommand, say: Say) -> None:
