@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -47,8 +47,6 @@ class ServerTokenizer:
         self._short, self._long = _Lane("short texts", 0.0), _Lane("long texts", _REST if rests else 0.0)
         self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.piece = lru_cache(_KEPT)(lambda token: str(tokenizer.decode([token])))
-        self._byte_level = tokenizer.convert_tokens_to_string(["\u0120"]) == " "
-        self._byte_fallback = tokenizer.convert_tokens_to_string(["<0x41>"]) == "A"
         self._bytes = lru_cache(_KEPT)(self._bytes_of)
 
     async def tokens(self, text: str, special: bool) -> list[int]:
@@ -94,6 +92,14 @@ class ServerTokenizer:
 
     def _encode(self, text: str, special: bool) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return self.tokenizer.convert_tokens_to_string(["\u0120"]) == " "
+
+    @cached_property
+    def _byte_fallback(self) -> bool:
+        return self.tokenizer.convert_tokens_to_string(["<0x41>"]) == "A"
 
     def _bytes_of(self, token: int, first: bool) -> tuple[int, ...] | None:
         name = self.tokenizer.convert_ids_to_tokens(token)
