@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -122,6 +123,19 @@ def test_a_server_that_drains_says_so_and_finishes_what_it_has(model: Model) -> 
         assert b" 200 " in status and body["choices"] == expected
     with pytest.raises(httpx.ConnectError):
         served.get("/health")
+
+
+def test_a_second_ctrl_c_ends_the_grace(model: Model, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(model) as served, connect(served) as client:
+        slow(served)
+        client.sendall(sent(ENDLESS))
+        wait_for(lambda: served.server.worker.busy)
+        for _ in "ab":
+            served.running.handle_exit(signal.SIGINT, None)
+        status, body = answer_to(client)
+        assert b" 503 " in status and body["error"]["message"] == STOPS
+    shown = capfd.readouterr()
+    assert not shown.out + shown.err
 
 
 def test_the_grace_is_an_option(toy: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,8 @@ class _Draining(uvicorn.Server):
         # What is left are clients that have not read their answers yet, or that still send a request.
         self.config.timeout_graceful_shutdown = math.ceil(max(_LAST_SECONDS, until - time.monotonic()))
         await super().shutdown(sockets)
+        if self.force_exit:  # a second Ctrl-C: uvicorn cancels this, with a traceback
+            await self.lifespan.shutdown()
 
 
 def _connection(limits: Limits) -> type[H11Protocol]:
