@@ -3,6 +3,7 @@
     python -m benchmarks.serving load --minutes 10 --out soak.json
     python -m benchmarks.serving overhead --out overhead.json
     python -m benchmarks.serving chat --out chat.json
+    python -m benchmarks.serving crowded --out crowded.json
 
 `load`: streaming clients of `outrider serve` ask for greedy answers, and some of them disconnect on the way. Every
 finished answer is compared with plain decoding of its prompt alone; a difference is a tie where the logits are one.
@@ -17,6 +18,9 @@ server's event loop as a share of its runs, a figure that other work on the mach
 
 `chat`: seconds to the first token of a third turn whose history the prefix cache has, and of the same under a salt of
 its own, which it has not.
+
+`crowded`: seconds of a request of one token, alone and beside clients that send prompts of megabytes, which cannot fit,
+and leave when they get no answer.
 """
 
 from __future__ import annotations
@@ -29,10 +33,11 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager
+from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -416,6 +421,54 @@ def chat(
     medians = {side: round(statistics.median(seconds), 4) for side, seconds in found.items()}
     typer.echo(json.dumps(medians))
     keep(out, {"tokens": tokens, "threads": threads, "seconds": found, "medians": medians, "chats": lengths})
+
+
+@app.command()
+def crowded(
+    clients: Annotated[int, typer.Option(help="that send prompts which cannot fit")] = 3,
+    patience: Annotated[float, typer.Option(help="seconds after which they leave")] = 3.6,
+    repeats: Annotated[int, typer.Option(help="of each side, four requests each")] = 6,
+    target: Annotated[str, typer.Option(help="directory or id")] = EMBEDDED_ID,
+    threads: Annotated[int, typer.Option(help="of the server")] = 2,
+    out: Annotated[Path | None, typer.Option(help="JSON file of the figures")] = None,
+) -> None:
+    """Seconds of a lone request of one token, alone and beside clients with prompts of megabytes, in turns."""
+    body = json.dumps({"prompt": "a b" * 1_300_000, "max_tokens": 1}).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
+    request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    on, refused = threading.Event(), Counter[bytes]()
+
+    def crowd(port: int) -> None:
+        while on.is_set():
+            with closing(socket.create_connection(("127.0.0.1", port))) as client, suppress(OSError):
+                client.settimeout(patience)
+                client.sendall(request)
+                refused[client.recv(12)] += 1
+
+    found: dict[str, list[float]] = {"alone": [], "beside": []}
+    asked = {"prompt": "A river", "max_tokens": 1, "temperature": 0}
+    with serving(target, threads, "--drafter", "none") as server, httpx.Client() as client:
+        for repeat in range(repeats + 1):
+            for side, seconds in found.items():
+                (on.set if side == "beside" else on.clear)()
+                crowds = [threading.Thread(target=crowd, args=(server.port,)) for _ in range(clients)]
+                for one in crowds:
+                    one.start()
+                time.sleep(1.0)
+                for _ in range(4):
+                    started = time.perf_counter()
+                    client.post(f"http://127.0.0.1:{server.port}/v1/completions", json=asked).raise_for_status()
+                    if repeat:  # the first of each side is not counted
+                        seconds.append(round(time.perf_counter() - started, 4))
+                on.clear()
+                for one in crowds:
+                    one.join()
+    medians = {side: round(statistics.median(seconds), 4) for side, seconds in found.items()}
+    typer.echo(json.dumps(medians))
+    statuses = {status.decode(): count for status, count in refused.items()}
+    keep(out, {"clients": clients, "threads": threads, "seconds": found, "medians": medians, "refused": statuses})
 
 
 # ----------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def inside(users: int, tokens: int, temperature: float) -> tuple[float, float, f
         for output in outputs:
             assert output.trace is not None
             final = output.finish is not None
-            json.dumps(trace_json(output.trace, texts[output.id], server.piece, final=final))
+            json.dumps(trace_json(output.trace, texts[output.id], server.texts.piece, final=final))
         spent["step"] += ended - began
         spent["json"] += time.perf_counter() - ended
         steps += 1

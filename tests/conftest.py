@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -9,11 +10,20 @@ from typing import NoReturn
 import pytest
 import torch
 
-import outrider.api.scheduling as scheduling
-from outrider.target.hub import EMBEDDED_ID
-from outrider.target.model import Target, load_target
-from tests.toys.command_line import Run, in_process
-from tests.toys.target_directory import save_toy_drafter, save_toy_target
+# No test depends on what the user has set, which the processes that it starts would inherit. It sets what it needs.
+# huggingface_hub reads its own when it is imported, so this comes first.
+_USERS = (
+    *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "OUTRIDER_DATA", "OUTRIDER_API_KEY"),
+    *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"),
+)
+for _name in _USERS:
+    os.environ.pop(_name, None)
+
+import outrider.api.scheduling as scheduling  # noqa: E402
+from outrider.target.hub import EMBEDDED_ID  # noqa: E402
+from outrider.target.model import Target, load_target  # noqa: E402
+from tests.toys.command_line import Run, in_process  # noqa: E402
+from tests.toys.target_directory import save_toy_drafter, save_toy_target  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

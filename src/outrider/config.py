@@ -21,6 +21,7 @@ This module imports neither PyTorch nor what needs it: help and misspelt options
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -356,10 +357,12 @@ class StartedEngine(Config):
         """The further flags, split as a shell splits them.
 
         Raises:
-            ValueError: a quotation mark has no partner.
+            ValueError: a quotation mark has no partner, or a key is among them.
         """
         import shlex
 
+        if re.search(r"--(admin-)?api-key(?![\w-])", self.engine_args):
+            raise ValueError(f"--engine-args: every user of the machine reads a key there; put it into {API_KEY}.")
         try:
             return tuple(shlex.split(self.engine_args))
         except ValueError as error:

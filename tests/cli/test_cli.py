@@ -216,8 +216,8 @@ def test_every_option_of_serve_can_be_in_its_file(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     given: dict[str, Any] = {
         "target": "mine", "drafter": "ngram@4", "host": "::1", "port": 8001, "name": "m", "thinking": True,
-        "max-requests": 3, "max-waiting": 0, "max-new-tokens": 9, "kv-tokens": 64, "token-budget": 5,
-        "prefix-cache": True,
+        "max-requests": 3, "max-waiting": 0, "shutdown-timeout": 9, "max-new-tokens": 9, "kv-tokens": 64,
+        "token-budget": 5, "prefix-cache": True,
         "profile": "profiles/one.json", "tree": "8,depth=2", "device": "cpu", "threads": 1, "engine": "vllm",
         "launch": True, "engine-dtype": "float32", "engine-python": "python3", "engine-command": "mine",
         "engine-args": "--seed 1", "lookup": ["mine", "texts.txt"], "lookup-responses": 7,

@@ -34,7 +34,7 @@ def push(hub: Hub, *arguments: object, token: str = TOKEN) -> tuple[int, str, st
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
     found = subprocess.run(
         [sys.executable, "-m", "outrider.cli.main", "push", *map(str, arguments)],
-        env={name: value for name, value in environment.items() if name != "HF_HUB_OFFLINE"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=600,

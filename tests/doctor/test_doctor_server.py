@@ -8,9 +8,11 @@ import random
 import re
 import shutil
 import statistics
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -803,3 +805,53 @@ def test_the_verb(alphabet_pair: Path, tmp_path: Path, run: Run) -> None:
     assert status and "--quick: not together with --base-url" in errors
     status, _, errors = run("doctor", *given, "--baseline-url", served.url)
     assert status and "--baseline-url: only with --base-url" in errors
+
+
+def test_a_key_follows_no_redirect(
+    alphabet_pair: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a host that would answer: neither to list models nor to ask one that is named. No report has it."""
+    key, heard = "kept-to-ourselves", list[str]()
+    monkeypatch.setenv("OUTRIDER_API_KEY", key)
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            heard.append(f"{self.path} {self.headers.get('Authorization')}")
+            self.answer(200, b'{"data": [{"id": "m"}]}')
+
+        do_POST = do_GET
+
+        def answer(self, status: int, body: bytes, **headers: str) -> None:
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Moved(Elsewhere):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.answer(307, b"", Location=f"http://localhost:{there.server_port}{self.path}")
+
+        do_POST = do_GET
+
+    report = tmp_path / "report.json"
+    given = ["--target", alphabet_pair / "target", "--drafter", alphabet_pair / "drafter", "--json", report]
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as there,
+        ThreadingHTTPServer(("127.0.0.1", 0), Moved) as here,
+    ):
+        for one in (there, here):
+            threading.Thread(target=one.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{here.server_port}"
+        status, out, errors = run("doctor", "--base-url", url, *given)
+        assert status == 2 and "no model is listed" in errors and "307" in errors
+        status, more, again = run("doctor", "--base-url", url, "--served-model", "m", *given)
+        for one in (there, here):
+            one.shutdown()
+    assert status == 1 and "307" in more and not heard
+    assert key not in out + errors + more + again + report.read_text()

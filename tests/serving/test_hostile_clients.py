@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import json
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -18,11 +16,10 @@ from outrider.api.model import Model
 from outrider.decoding.request import Output
 from outrider.decoding.scheduler import EngineConfig
 from outrider.serving.app import Limits
-from tests.toys.serving import Served, serving, wait_for
+from tests.toys.serving import POST, Served, body_of, connect, sent, serving, wait_for
 
 BODY_BYTES, BODY_SECONDS, UNREAD_SECONDS = 20_000, 0.8, 0.5
 ASKED = {"prompt": "ab", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +44,6 @@ def goes_on(served: Served) -> Iterator[None]:
     wait_for(lambda: served.connections == 0)
 
 
-def connect(served: Served) -> socket.socket:
-    host, port = served.url.removeprefix("http://").split(":")
-    found = socket.create_connection((host, int(port)))
-    found.settimeout(60)
-    return found
-
-
 def until_cut_off(client: socket.socket, piece: bytes = b"", pause: float = 0.05) -> bytes:
     """What the server says while `piece` is sent again and again, until it ends the connection."""
     started, said = time.monotonic(), b""
@@ -70,16 +60,6 @@ def until_cut_off(client: socket.socket, piece: bytes = b"", pause: float = 0.05
         except OSError:
             return said
     raise AssertionError("the connection is still open")
-
-
-def body_of(value: dict[str, Any]) -> bytes:
-    return json.dumps(value).encode()
-
-
-def sent(value: dict[str, Any]) -> bytes:
-    """A whole request."""
-    body = body_of(value)
-    return POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 ABORT = 'finished_reason="abort"'

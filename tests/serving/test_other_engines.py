@@ -107,9 +107,23 @@ def test_options_of_the_other_engine_are_refused(run: Run, toy: Path, monkeypatc
     check_error(run(*models, "--engine", "vllm", "--tree", 4, "--threads", 1), "--tree, --threads: of our own engine")
     check_error(run(*models, "--launch", "--engine-args", "x"), "--launch, --engine-args: for another engine")
     check_error(run(*models, "--engine", "tgi"), "--engine")
+
+
+def test_a_key_is_in_no_command(run: Run, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reads it from a variable; SGLang has a flag and a file of flags alone."""
+    models = ("serve", "--target", toy / "target", "--drafter", "none", "--host", "0.0.0.0", "--engine")
+    assert "set OUTRIDER_API_KEY to ask for a key" in run(*models, "vllm")[2]
+    assert "give --engine-args '--config FILE' with api-key: KEY" in run(*models, "sglang")[2]
+    assert not run(*models, "sglang", "--engine-args", "--config mine.yaml")[2]
+    for word in ("--api-key secret", "--api-key=secret", "--seed 1 --admin-api-key secret"):
+        refused = run(*models, "vllm", "--engine-args", word)
+        check_error(refused, "--engine-args: every user of the machine reads a key there; put it into OUTRIDER_API_KEY")
+        assert "secret" not in refused[1] + refused[2]
     monkeypatch.setenv("OUTRIDER_API_KEY", "secret")
-    check_error(run(*models, "--engine", "vllm"), "vllm does not read OUTRIDER_API_KEY: unset it")
-    monkeypatch.delenv("OUTRIDER_API_KEY")
+    status, shown, errors = run(*models, "vllm")
+    assert status == 0 and 'VLLM_API_KEY="$OUTRIDER_API_KEY" ' in shown and "secret" not in shown + errors
+    assert "warning" not in errors
+    check_error(run(*models, "sglang"), "sglang takes its key as a flag, which every user of the machine can read")
 
 
 def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(
@@ -135,7 +149,7 @@ def answers(port: int) -> bool:
 
 
 def test_launch_becomes_the_engine(toy: Path, tmp_path: Path) -> None:
-    """One process: the engine has the terminal and takes the signals."""
+    """One process: the engine has the terminal and takes the signals; its key is in its environment alone."""
     port = free_port()
     command = [sys.executable, "-m", "outrider.cli.main", "serve", "--engine", "vllm", "--launch", "--port", str(port)]
     command += ["--target", str(toy / "target"), "--drafter", str(toy / "drafter")]
@@ -143,7 +157,7 @@ def test_launch_becomes_the_engine(toy: Path, tmp_path: Path) -> None:
     ids = tmp_path / "ids"
     process = subprocess.Popen(
         command,
-        env={**os.environ, "FAKE_ENGINE_WORKER": str(ids)},
+        env={**os.environ, "FAKE_ENGINE_WORKER": str(ids), "OUTRIDER_API_KEY": "kept-secret"},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -152,8 +166,12 @@ def test_launch_becomes_the_engine(toy: Path, tmp_path: Path) -> None:
         wait_for(lambda: answers(port) or process.poll() is not None, seconds=600)
         leader, worker = processes(ids)
         assert leader == process.pid
+        about = Path(f"/proc/{leader}")
+        if about.exists():
+            assert b"VLLM_API_KEY=kept-secret" in (about / "environ").read_bytes().split(b"\0")
+            assert b"kept-secret" not in (about / "cmdline").read_bytes()
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         shown, _ = process.communicate(timeout=120)
-    assert "--speculative-config" in shown and wait_until_gone([worker])
+    assert "--speculative-config" in shown and "kept-secret" not in shown and wait_until_gone([worker])
     assert process.returncode == -signal.SIGTERM

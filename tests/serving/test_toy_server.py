@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import outrider
 import outrider.api.model
 import outrider.api.scheduling
+import outrider.serving.app as app
 import outrider.serving.start
 from outrider.api.model import Model
 from outrider.backends.launch import free_port
@@ -300,6 +303,64 @@ def test_prompts_that_begin_alike_are_read_once_for_each_salt(model: Model) -> N
         assert "prefix_cache" not in served.get("/metrics").text
 
 
+def test_times_are_those_of_the_clients_own_clocks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five requests come during the first step of another, two may run at once, and one is slow to tokenise.
+
+    Nothing took longer than its client saw, nor less than it was held up here. The counters are their sums.
+    """
+    asked = {**ASKED, "ignore_eos": True, "speculative": "off", "return_token_ids": True, "stream": True}
+    asked |= {"stream_options": {"include_usage": True}}
+    seen: list[tuple[float, float, float, dict[str, float]]] = []  # began, first token, end, times that are told
+
+    def ask(prompt: str) -> None:
+        began, times = time.perf_counter(), list[float]()
+        url, body = f"{served.url}/v1/completions", {**asked, "prompt": prompt}
+        with httpx.stream("POST", url, json=body, timeout=60) as found:
+            for line in found.iter_lines():
+                if line.startswith("data: {"):
+                    times.append(time.perf_counter())
+                    event = json.loads(line.removeprefix("data: "))
+        seen.append((began, times[0], times[-1], event["metrics"]))
+
+    with serving(model, EngineConfig(max_requests=2)) as served:
+        step, encode, go = served.engine.step, served.server.texts._encode, threading.Event()
+
+        def slow_step() -> list[Output]:
+            assert go.wait(60)
+            time.sleep(0.05)
+            return step()
+
+        def slow_encode(text: str, special: bool) -> list[int]:
+            time.sleep(0.2 * (text == "slow"))
+            return encode(text, special)
+
+        served.engine.step = slow_step  # type: ignore[method-assign]
+        monkeypatch.setattr(served.server.texts, "_encode", slow_encode)
+        threads = []
+        for count, prompt in enumerate(["ab", "slow", *["ab"] * 4], 1):
+            threads.append(threading.Thread(target=ask, args=(prompt,)))
+            threads[-1].start()
+            wait_for(lambda expected=count: len(served.server.worker._live) == expected)  # type: ignore[misc]
+        held = time.perf_counter()
+        time.sleep(0.2)
+        go.set()
+        for thread in threads:
+            thread.join(60)
+        sums = [served.metric(f"{name}_seconds_sum") for name in ("request_queue_time", "time_to_first_token")]
+    seen.sort(key=lambda one: one[0])
+    queued = [told["queue_time_ms"] / 1000 for *_, told in seen]
+    first = [told["time_to_first_token_ms"] / 1000 for *_, told in seen]
+    decoded = [told["generation_time_ms"] / 1000 for *_, told in seen]
+    for place, (began, came, ended, _) in enumerate(seen):
+        assert queued[place] >= 0 and first[place] >= 0.05 and decoded[place] >= 7 * 0.05
+        assert queued[place] + first[place] <= came - began
+        assert queued[place] + first[place] + decoded[place] <= ended - began
+    assert first[0] >= 0.2 and min(queued[1:]) >= 0.2, "during the first step"
+    assert queued[1] >= 0.4 + held - seen[2][0], "tokenising it, and until the second step"
+    assert min(queued[2:]) >= 0.2 + 7 * 0.05, "until the first of two has finished"
+    assert sums == pytest.approx([sum(queued), sum(queued) + sum(first)])
+
+
 def test_keys_are_asked_for_where_one_is_set(model: Model) -> None:
     with serving(model, key="secret") as served:
         for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
@@ -310,6 +371,33 @@ def test_keys_are_asked_for_where_one_is_set(model: Model) -> None:
         assert client.completions.create(model="m", prompt="ab", max_tokens=3).usage
         for page in ("health", "metrics", "version"):
             assert served.get(f"/{page}").status_code == 200
+
+
+def test_a_key_is_compared_in_constant_time_and_shown_nowhere(
+    model: Model, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither in answers, whatever is asked, nor in traces, metrics or what the server prints."""
+    key, compare = "kept-to-ourselves", Mock(wraps=hmac.compare_digest)
+    monkeypatch.setattr(app, "compare_digest", compare)
+    with serving(model, key=key) as served, httpx.Client(base_url=served.url, timeout=60) as client:
+        client.headers["Authorization"] = f"Bearer {key}"
+        asked = {**ASKED, "trace": True, "logprobs": 2}
+        answers = [
+            client.post("/v1/completions", json=asked),
+            client.post("/v1/completions", json={**asked, "model": "other"}),
+            client.post("/v1/completions", json={**asked, "n": "x"}),
+            client.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"}),
+            client.get("/v1/models"),
+            client.get("/nothing"),
+        ]
+        assert [one.status_code for one in answers] == [200, 404, 400, 400, 200, 404]
+        assert compare.call_count == len(answers) and compare.call_args.args[1] == f"Bearer {key}".encode()
+        monkeypatch.setattr(served.engine, "step", Mock(side_effect=RuntimeError("out of memory")))
+        answers += [client.post("/v1/completions", json=asked), client.get("/health"), client.get("/metrics")]
+        answers.append(client.post("/v1/completions", json=asked, headers={"Authorization": f"Bearer {key}x"}))
+        assert [one.status_code for one in answers[-4:]] == [503, 503, 200, 401]
+    shown = capfd.readouterr()
+    assert all(key not in one.text + str(one.headers) for one in answers) and key not in shown.out + shown.err
 
 
 def test_bodies_too_large_or_too_slow(model: Model) -> None:

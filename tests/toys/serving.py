@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -59,6 +60,27 @@ class Served:
     def wait_until_free(self) -> None:
         """No request is left, and no KV block is in use."""
         wait_for(lambda: self.engine.idle and self.engine.scheduler.allocator.used == 0)
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def connect(served: Served) -> socket.socket:
+    """A connection of a client that writes its requests itself."""
+    host, port = served.url.removeprefix("http://").split(":")
+    found = socket.create_connection((host, int(port)))
+    found.settimeout(60)
+    return found
+
+
+def body_of(value: dict[str, Any]) -> bytes:
+    return json.dumps(value).encode()
+
+
+def sent(value: dict[str, Any]) -> bytes:
+    """A whole request for completions."""
+    body = body_of(value)
+    return POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -199,6 +199,7 @@ class ExternalEngine:
         takes_thinking: whether its chat endpoint knows `chat_template_kwargs`.
         request_fields: further fields of every request.
         health: path that answers with a success once it serves.
+        key_variable: the variable from which it reads the key that its clients must send; None: it reads none.
     """
 
     name: ClassVar[str]
@@ -211,6 +212,7 @@ class ExternalEngine:
     request_fields: ClassVar[Mapping[str, Any]] = {}
     metrics: ClassVar[MetricNames] = MetricNames()
     health: ClassVar[str] = "/health"
+    key_variable: ClassVar[str | None] = None
 
     def exports(self) -> dict[str, Export]:
         """How it takes the drafters of every method that it can, by method."""

@@ -54,6 +54,7 @@ class VLLM(ExternalEngine):
     }
     also_drafts = {"ngram": "ngram", "lm": "draft_model"}
     metrics = MetricNames.counters("vllm")
+    key_variable = "VLLM_API_KEY"
     request_fields = {"return_token_ids": True, "repetition_penalty": 1.0, **NO_PENALTIES}
 
     def check(self, parts: DrafterWeights) -> list[str]:

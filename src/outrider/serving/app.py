@@ -1,11 +1,11 @@
 """The server's routes: completions and chats, streamed or whole, and what is around them.
 
-    request -> schema -> prompt tokens -> `Worker.submit` -> outputs -> chunks of events, or one answer
+    request -> schema -> `Room` -> prompt tokens -> `Room.submit` -> outputs -> chunks of events, or one answer
 
-A client that goes away frees its requests after the engine's step. Errors have OpenAI's body: 400 for what is asked
-wrongly, 401 without the key, 404 for an unknown model, 413 and 408 for bodies too large or too slow, 415 for compressed
-ones and those that are not JSON, 429 while the queue is full, 503 when the engine does not run. Source of fields and
-events: OpenAI's API reference; vLLM 0.32.
+A client that goes away frees its requests after the engine's step, and its place at once where they have not come so
+far. Errors have OpenAI's body: 400 for what is asked wrongly, 401 without the key, 404 for an unknown model, 413 and
+408 for bodies too large or too slow, 415 for compressed ones and those that are not JSON, 429 while the queue is full,
+503 when the engine does not run or the server stops. Source of fields and events: OpenAI's API reference; vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from hmac import compare_digest
 from importlib.metadata import version
 from itertools import accumulate
@@ -33,19 +33,20 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.data.chat import render, template_of
+from outrider.data.chat import render_text, template_of
 from outrider.decoding.request import Output, TokenLogprob
 from outrider.decoding.request import Request as EngineRequest
 from outrider.decoding.structured import Grammar, GrammarCompiler, Structure, StructureError
 from outrider.decoding.text import TextStream
 from outrider.serving.inspector import page, trace_json, watched
 from outrider.serving.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.serving.tokenizer import ServerTokenizer
 from outrider.serving.tools import Format, ToolCall, ToolCallParser, call_structure, format_of
-from outrider.serving.worker import Overloaded, Submission, Unavailable, Worker
+from outrider.serving.worker import Overloaded, Room, Stopping, Submission, Unavailable, Worker
 
 _OPEN_PATHS = ("/health", "/metrics", "/version", "/")  # asked by probes and browsers, which have no key
 _MOST_WATCHES = 16  # listeners to the engine's steps
-_KEPT_PIECES = 2**16  # texts of single tokens
+_ENDS = {"Connection": "close"}  # so that a client that keeps its connection goes elsewhere
 _GONE = 499  # what nginx calls a client that has closed its connection; nobody reads it
 
 
@@ -57,12 +58,14 @@ class Limits:
         max_new_tokens: of a response; None: as many as the target's context and the engine's KV blocks hold.
         body_bytes, body_seconds: of a request's body, and until all of it has come.
         unread_seconds: until a client that does not read its answer is cut off.
+        shutdown_seconds: until requests in progress are ended when the server stops.
     """
 
     max_new_tokens: int | None = None
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
     unread_seconds: float = 60.0
+    shutdown_seconds: float = 30.0
 
 
 class Server:
@@ -73,12 +76,11 @@ class Server:
         thinking: what chat templates get as `enable_thinking` if a request does not say.
 
     Attributes:
-        piece: from a token to its own text.
-        closing: whether the process that serves is to end, which ends what would go on for ever.
+        closing: whether the process that serves is to end: nothing new is begun, and what would go on for ever ends.
     """
 
     def __init__(self, worker: Worker, name: str, limits: Limits | None = None, thinking: bool = False) -> None:
-        target = worker.engine.target
+        target, config = worker.engine.target, worker.engine.config
         if target.tokenizer is None:
             raise ValueError(f"{target.name} has no tokenizer, and the server's requests are text.")
         self.worker, self.name, self.thinking = worker, name, thinking
@@ -86,9 +88,8 @@ class Server:
         self.started = int(time.time())
         self.grammars = GrammarCompiler(target)
         self._compiling = ThreadPoolExecutor(1, "grammars")
-        # One thread: a long prompt must not hold up the others' events, and tokenizers are not for several at once.
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
-        self.piece = lru_cache(_KEPT_PIECES)(lambda token: str(self.tokenizer.decode([token])))
+        self.most_tokens = min(target.max_context, config.num_blocks * config.block_size)
+        self.texts = ServerTokenizer(target.tokenizer, self.most_tokens, rests=target.device.type == "cpu")
         self.closing: Callable[[], bool] = lambda: False
 
     def check_model(self, model: str) -> None:
@@ -96,20 +97,27 @@ class Server:
         if model not in ("", self.name):
             raise HTTPException(404, f"the model {model!r} is not served here, {self.name!r} is.")
 
-    async def tokens_of_text(self, text: str, special: bool = True) -> list[int]:
-        """A prompt's tokens, without chat template."""
-        encoded = await self._in_thread(lambda: self.tokenizer(text, add_special_tokens=special))
-        return list(encoded["input_ids"])
+    def room(self, requests: int) -> Room:
+        """Places for so many requests, taken before anything is tokenised for them.
+
+        Raises:
+            Overloaded: more would wait than may.
+            Unavailable: the engine does not run; Stopping: the server ends.
+        """
+        if self.closing():
+            raise Stopping
+        return self.worker.room(requests)
 
     async def tokens_of_chat(
-        self, request: ChatRequest | TokenizeRequest, tools: Sequence[dict[str, Any]]
+        self, request: ChatRequest | TokenizeRequest, tools: Sequence[dict[str, Any]], size: int
     ) -> list[int]:
-        """A chat's prompt as the target's template writes it."""
+        """A chat's prompt as the target's template writes it; `size`: bytes of the request."""
         thinking = request.chat_template_kwargs.enable_thinking
         messages = tuple(message.plain() for message in request.messages)
         thinking = self.thinking if thinking is None else thinking
-        write = partial(render, self.tokenizer, [messages], [], tools=tools, thinking=thinking)
-        return list(await self._in_thread(write))
+        write = partial(render_text, self.tokenizer, [messages], [], tools=tools, thinking=thinking)
+        text = await self.texts.run(write, size)
+        return await self.texts.tokens(text, special=self.tokenizer.chat_template is None)
 
     def call_format(self, tools: Sequence[dict[str, Any]]) -> Format | None:
         """The form of tool calls that the target's chat template asks for; None without tools."""
@@ -131,11 +139,10 @@ class Server:
     async def text_of(self, tokens: Sequence[int]) -> str:
         if bad := [token for token in tokens if token >= self.target.vocab_size]:
             raise ValueError(f"token {bad[0]} is outside the vocabulary of {self.target.vocab_size}.")
-        return str(await self._in_thread(partial(self.tokenizer.decode, list(tokens))))
+        return await self.texts.text(tokens)
 
     def new_tokens(self, prompt: Sequence[int], max_tokens: int | None) -> int:
-        config = self.worker.engine.config
-        fitting = min(self.target.max_context, config.num_blocks * config.block_size) - len(prompt)
+        fitting = self.most_tokens - len(prompt)
         if fitting < 1 or (max_tokens or 1) > fitting:
             both = f"{len(prompt)} tokens of the prompt and {max_tokens or 1} of the response"
             raise ValueError(f"max_tokens: {both} are more than the {fitting + len(prompt)} that fit.")
@@ -143,9 +150,6 @@ class Server:
         if limit is not None and max_tokens is not None and max_tokens > limit:
             raise ValueError(f"max_tokens: {max_tokens} is above this server's limit of {limit}.")
         return min(fitting, limit or fitting) if max_tokens is None else max_tokens
-
-    async def _in_thread(self, function: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
 
 
 # ----------------------------------------------------------------------------
@@ -169,6 +173,7 @@ class Choice:
     finish: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offset: int = 0  # characters of the tokens whose log-probabilities have been sent
+    begun: bool = False  # one of these has text
 
     def add(self, output: Output) -> tuple[str, list[ToolCall]]:
         """Take an output: (its text outside tool calls, the calls that it completes)."""
@@ -253,7 +258,8 @@ class RouteAnswer(ABC):
             if options.include_usage:
                 yield _data({**self._head(self.chunk), "choices": [], **self._closing(submission)})
         except (Unavailable, StructureError) as error:
-            yield _data(error_body(400 if isinstance(error, StructureError) else 500, str(error)))
+            status = 400 if isinstance(error, StructureError) else 503 if isinstance(error, Stopping) else 500
+            yield _data(error_body(status, str(error)))
         yield "data: [DONE]\n\n"
 
     def _event(self, choice: Choice, part: dict[str, Any], output: Output | None) -> str:
@@ -276,7 +282,7 @@ class RouteAnswer(ABC):
     def _trace(self, choice: Choice, output: Output) -> list[dict[str, Any]]:
         if choice.traced is None or output.trace is None:
             return []
-        return [trace_json(output.trace, choice.traced, self.server.piece, final=output.finish is not None)]
+        return [trace_json(output.trace, choice.traced, self.server.texts.piece, final=output.finish is not None)]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.server.name}
@@ -307,12 +313,13 @@ class CompletionAnswer(RouteAnswer):
         return {"text": text}
 
     def logprobs(self, choice: Choice, first: int) -> dict[str, Any]:
-        pieces, logprobs = [self.server.piece(token) for token in choice.tokens[first:]], choice.logprobs[first:]
+        piece = self.server.texts.piece
+        pieces, logprobs = [piece(token) for token in choice.tokens[first:]], choice.logprobs[first:]
         *offsets, choice.offset = accumulate((len(piece) for piece in pieces), initial=choice.offset)
         return {
             "tokens": pieces,
             "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [{self.server.piece(token): value for token, value in one.top} for one in logprobs],
+            "top_logprobs": [{piece(token): value for token, value in one.top} for one in logprobs],
             "text_offset": offsets,
         }
 
@@ -331,13 +338,17 @@ class ChatAnswer(RouteAnswer):
         return {"delta": {**delta, "tool_calls": calls} if calls else delta}
 
     def logprobs(self, choice: Choice, first: int) -> dict[str, Any]:
-        def shown(token: int, value: float, **top: Any) -> dict[str, Any]:
-            piece = self.server.piece(token)
-            return {"token": piece, "logprob": value, "bytes": list(piece.encode()), **top}
+        texts = self.server.texts
 
-        pairs = zip(choice.tokens[first:], choice.logprobs[first:], strict=True)
-        tops = ((token, one, [shown(*other) for other in one.top]) for token, one in pairs)
-        return {"content": [shown(token, one.logprob, top_logprobs=top) for token, one, top in tops]}
+        def shown(token: int, value: float, **top: Any) -> dict[str, Any]:
+            own = texts.bytes_of(token, first=not choice.begun)
+            return {"token": texts.piece(token), "logprob": value, "bytes": own, **top}
+
+        content = []
+        for token, one in zip(choice.tokens[first:], choice.logprobs[first:], strict=True):
+            content.append(shown(token, one.logprob, top_logprobs=[shown(*other) for other in one.top]))
+            choice.begun = choice.begun or texts.has_text(token)
+        return {"content": content}
 
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -354,8 +365,10 @@ def _check(output: Output) -> None:
     error = output.error
     if isinstance(error, StructureError) or (error is not None and isinstance(error.__cause__, StructureError)):
         raise StructureError(str(error))
-    if output.error is not None:
-        raise Unavailable(f"the engine ended this request: {type(output.error).__name__}: {output.error}")
+    if isinstance(error, Stopping):
+        raise Stopping
+    if error is not None:
+        raise Unavailable(f"the engine ended this request: {type(error).__name__}: {error}")
 
 
 def _data(value: dict[str, Any]) -> str:
@@ -376,19 +389,25 @@ class EventStream(StreamingResponse):
             self._submission.close()
 
 
-async def respond(http: Request, answer: RouteAnswer, requests: Sequence[EngineRequest]) -> Response:
-    """Decode `requests`, one per choice of `answer`, and answer: streamed if that is asked for, else whole."""
-    submission = await answer.server.worker.submit(requests)
+async def respond(answer: RouteAnswer, submission: Submission) -> Response:
+    """What the engine decodes for the choices of `answer`: streamed if that is asked for, else whole."""
     if answer.request.stream:
         return EventStream(answer, submission)
-    collecting, gone = asyncio.create_task(answer.collect(submission)), asyncio.create_task(_disconnected(http))
     try:
-        await asyncio.wait((collecting, gone), return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(collecting.result()) if collecting.done() else Response(status_code=_GONE)
+        return JSONResponse(await answer.collect(submission))
     finally:
-        for task in (collecting, gone):
-            task.cancel()
         submission.close()
+
+
+async def unless_gone(http: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The response that `work` makes, which is cancelled where it stands when the client goes."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(http))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else Response(status_code=_GONE)
+    finally:
+        for task in (working, gone):
+            task.cancel()
 
 
 async def _disconnected(http: Request) -> None:
@@ -423,22 +442,37 @@ def create_app(server: Server, api_key: str | None = None) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request) -> Response:
         server.check_model(request.model)
-        server.worker.check_room(request.n * len(request.prompts))  # before anything is tokenised
-        prompts = [await server.tokens_of_text(one) if isinstance(one, str) else one for one in request.prompts]
-        grammar = await server.grammar(request.structure)
-        return await respond(http, *_prepare(server, request, prompts, grammar=grammar))
+
+        async def answered() -> Response:
+            with server.room(request.n * len(request.prompts)) as room:
+                prompts = [
+                    await server.texts.tokens(one, special=True) if isinstance(one, str) else one
+                    for one in request.prompts
+                ]
+                grammar = await server.grammar(request.structure)
+                answer, requests = _prepare(server, request, prompts, grammar=grammar)
+                submission = await room.submit(requests)
+            return await respond(answer, submission)
+
+        return await unless_gone(http, answered())
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, http: Request) -> Response:
         server.check_model(request.model)
-        server.worker.check_room(request.n)
         tools = [tool.plain() for tool in request.tools if request.tool_choice != "none"]
-        prompt = await server.tokens_of_chat(request, tools)
-        format = server.call_format(tools)
-        calls = None if format is None else call_structure(request, format)
-        grammar = await server.grammar(calls or request.structure)
-        parser = None if format is None else partial(ToolCallParser, format, tools)
-        return await respond(http, *_prepare(server, request, [prompt], parser=parser, grammar=grammar))
+
+        async def answered() -> Response:
+            with server.room(request.n) as room:
+                prompt = await server.tokens_of_chat(request, tools, size=len(await http.body()))
+                format = server.call_format(tools)
+                calls = None if format is None else call_structure(request, format)
+                grammar = await server.grammar(calls or request.structure)
+                parser = None if format is None else partial(ToolCallParser, format, tools)
+                answer, requests = _prepare(server, request, [prompt], parser=parser, grammar=grammar)
+                submission = await room.submit(requests)
+            return await respond(answer, submission)
+
+        return await unless_gone(http, answered())
 
     @app.get("/", include_in_schema=False)
     async def inspector() -> Response:
@@ -459,23 +493,36 @@ def create_app(server: Server, api_key: str | None = None) -> FastAPI:
         return {"object": "list", "data": [model | {"max_model_len": server.target.max_context}]}
 
     @app.post("/tokenize")
-    async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(request: TokenizeRequest, http: Request) -> Response:
         server.check_model(request.model)
-        if request.messages:
-            tokens = await server.tokens_of_chat(request, [tool.plain() for tool in request.tools])
-        else:
-            tokens = await server.tokens_of_text(request.prompt, request.add_special_tokens)
-        texts = server.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
-        count, longest = len(tokens), server.target.max_context
-        return {"count": count, "max_model_len": longest, "tokens": tokens, "token_strs": texts}
+
+        async def answered() -> Response:
+            with server.room(1):
+                if request.messages:
+                    tools = [tool.plain() for tool in request.tools]
+                    tokens = await server.tokens_of_chat(request, tools, size=len(await http.body()))
+                else:
+                    tokens = await server.texts.tokens(request.prompt, request.add_special_tokens)
+            texts = server.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
+            about = {"count": len(tokens), "max_model_len": server.target.max_context}
+            return JSONResponse({**about, "tokens": tokens, "token_strs": texts})
+
+        return await unless_gone(http, answered())
 
     @app.post("/detokenize")
-    async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(request: DetokenizeRequest, http: Request) -> Response:
         server.check_model(request.model)
-        return {"prompt": await server.text_of(request.tokens)}
+
+        async def answered() -> Response:
+            with server.room(1):
+                return JSONResponse({"prompt": await server.text_of(request.tokens)})
+
+        return await unless_gone(http, answered())
 
     @app.get("/health")
     async def health() -> Response:
+        if server.closing():
+            raise Stopping
         if server.worker.healthy:
             return Response()
         return _refusal(503, str(server.worker.failure))
@@ -579,7 +626,9 @@ def _add_errors(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(Unavailable)
     async def unavailable(http: Request, error: Unavailable) -> Response:
-        return _refusal(503 if server.worker.failure else 500, str(error))
+        stops = isinstance(error, Stopping)
+        status = 503 if stops or server.worker.failure else 500
+        return _refusal(status, str(error), **(_ENDS if stops else {}))
 
 
 def _field(error: dict[str, Any], body: Any) -> str:
@@ -629,7 +678,10 @@ def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Guard:
-    """Refuses requests without the key, and bodies that are too large, come too slowly or are compressed."""
+    """Refuses requests without the key, and bodies that are too large, come too slowly or are compressed.
+
+    uvicorn cancels what is left when the server ends, which is answered, too.
+    """
 
     def __init__(self, app: ASGIApp, limits: Limits, api_key: str | None) -> None:
         self.app, self.limits = app, limits
@@ -665,4 +717,15 @@ class Guard:
                 raise HTTPException(413, f"the body has more than {self.limits.body_bytes} bytes.")
             return message
 
-        await self.app(scope, limited, send)
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, limited, noted)
+        except asyncio.CancelledError:
+            if not begun:
+                await _refusal(503, str(Stopping()), **_ENDS)(scope, receive, send)

@@ -45,6 +45,9 @@ class ServeConfig(Config):
     thinking: Thinking = False
     max_requests: Annotated[int | None, option(LOAD, "decoded at once", min=1, show_default="32")] = None
     max_waiting: Annotated[int, option(LOAD, "more that may wait; further ones get 429", min=0)] = 128
+    shutdown_timeout: Annotated[
+        int, rare(LOAD, "seconds that requests in progress have to finish after SIGTERM or Ctrl-C", min=0)
+    ] = 30
     max_new_tokens: Annotated[int | None, option(LOAD, "of a response; else what fits", min=1)] = None
     kv_tokens: Annotated[
         int | None,
@@ -77,9 +80,10 @@ class ServeConfig(Config):
             raise ValueError(f"{', '.join(theirs)}: for another engine; name it with --engine.")
         if self.engine is not None and ours:
             raise ValueError(f"{', '.join(ours)}: of our own engine; flags of {self.engine} go into --engine-args.")
-        if self.engine is not None and API_KEY in os.environ:
+        if self.engine == "sglang" and API_KEY in os.environ:
             raise ValueError(
-                f"{self.engine} does not read {API_KEY}: unset it, and give --engine-args '--api-key KEY'."
+                f"sglang takes its key as a flag, which every user of the machine can read: unset {API_KEY}, and give "
+                "--engine-args '--config FILE', a YAML file with api-key: KEY that is yours alone."
             )
         self.started.words()
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from outrider.backends.export import embedding_factor, run_export
 from outrider.backends.launch import become, check_installed
 from outrider.backends.registry import server_of
 from outrider.checkpoints.checkpoint import load_weights
+from outrider.config import API_KEY
 from outrider.serving.config import LOOPBACK, ServeConfig
 from outrider.target.hub import loadable_name, resolve_model
 from outrider.target.model import count_layers, read_architectures
@@ -29,15 +31,22 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """How another engine is started. `export`: what has to be written before."""
+    """How another engine is started.
+
+    Args:
+        key: the variable that its key is in, which is never printed; None: it asks for none.
+        export: what has to be written before.
+    """
 
     words: list[str]
     variables: dict[str, str]
+    key: str | None = None
     export: ExportConfig | None = None
 
     @property
     def lines(self) -> list[str]:
         variables = [f"{name}={value}" for name, value in self.variables.items()]
+        variables += [] if self.key is None else [f'{self.key}="${API_KEY}"']
         lines = [" ".join([*variables, shlex.join(self.words)])]
         if self.export is not None:
             words = ["outrider", "export", str(self.export.drafter), "--to", str(self.export.to)]
@@ -51,8 +60,10 @@ def engine_command(config: ServeConfig, say: Say) -> EngineCommand:
     engine, choice = server_of(config.engine), choose_drafter(config.drafter, config.target)
     speculation, export = (None, None) if choice is None else _speculation(engine, choice, config.target)
     extra = config.started.words()
-    if config.host not in LOOPBACK and not any(word.startswith("--api-key") for word in extra):
-        say(f"warning: anyone who reaches {config.host} may use this server; give --engine-args '--api-key KEY'.")
+    key = engine.key_variable if API_KEY in os.environ else None
+    if config.host not in LOOPBACK and key is None and "--config" not in extra:
+        how = f"set {API_KEY}" if engine.key_variable else "give --engine-args '--config FILE' with api-key: KEY"
+        say(f"warning: anyone who reaches {config.host} may use this server; {how} to ask for a key.")
     plan = Launch(
         str(resolve_model(config.target)) if config.launch else loadable_name(config.target),
         speculation,
@@ -66,7 +77,7 @@ def engine_command(config: ServeConfig, say: Say) -> EngineCommand:
         executable=config.started.engine_command,
         extra=extra,
     )
-    return EngineCommand(engine.command(plan), engine.environment(plan), export)
+    return EngineCommand(engine.command(plan), engine.environment(plan), key=key, export=export)
 
 
 def become_engine(config: ServeConfig, command: EngineCommand, say: Say) -> None:
@@ -83,7 +94,7 @@ def become_engine(config: ServeConfig, command: EngineCommand, say: Say) -> None
             run_export(command.export)
             say(f"drafter: exported to {command.export.out}")
     say(command.lines[-1])
-    become(command.words, command.variables)
+    become(command.words, command.variables | ({} if command.key is None else {command.key: os.environ[API_KEY]}))
 
 
 def _speculation(engine: ExternalEngine, choice: DrafterChoice, target: str) -> tuple[Speculation, ExportConfig | None]:

@@ -1,7 +1,8 @@
 """The requests that the server takes: OpenAI's fields, and those that vLLM adds.
 
 A field that this server cannot serve is not declared, or declared with the one value that changes nothing: pydantic
-then refuses it by name. null is a field left out. Fields of OpenAI's that do not change the answer are ignored.
+then refuses it by name. null is a field left out. Fields of OpenAI's that do not change the answer are ignored. Types
+are strict: true is not 1 and "1" is no number, but 1 is one where 0.5 would be.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from outrider.data.conversations import Message
 from outrider.decoding.request import StopRules
@@ -21,8 +22,20 @@ Token = Annotated[int, Field(ge=0)]
 StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 
 
+def _of_its_type(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """A literal that is the value, where others equal it: 0 is not false."""
+    if type(found := check(value)) is not type(value):
+        raise ValueError(f"Input should be {json.dumps(found)}")
+    return found
+
+
+Never = Annotated[Literal[False], WrapValidator(_of_its_type)]
+Always = Annotated[Literal[True], WrapValidator(_of_its_type)]
+One = Annotated[Literal[1], WrapValidator(_of_its_type)]
+
+
 class _Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -79,7 +92,7 @@ class StructuredOutputs(_Fields):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    json_object: Literal[True] | None = None
+    json_object: Always | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
 
@@ -168,8 +181,8 @@ class CompletionRequest(_Sampled):
 
     prompt: str | list[Token] | list[str] | list[list[Token]] = Field(min_length=1)
     max_tokens: int = Field(16, ge=1)
-    echo: Literal[False] = False
-    best_of: Literal[1] = 1
+    echo: Never = False
+    best_of: One = 1
     logprobs: int | None = Field(None, ge=0, le=_MOST_LOGPROBS)
 
     @property
@@ -193,7 +206,7 @@ class _TextPart(_Fields):
 class ChatMessage(BaseModel):
     """Fields that are not declared go to the chat template, as `name` or `tool_call_id` do."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_TextPart] | None = None
     tool_calls: list[dict[str, Any]] | None = None

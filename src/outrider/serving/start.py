@@ -59,6 +59,7 @@ def run_server(config: ServeConfig, say: Say) -> bool:
             config.profile,
             max_waiting=config.max_waiting,
             max_new_tokens=config.max_new_tokens,
+            shutdown_seconds=config.shutdown_timeout,
             name=config.name,
             thinking=config.thinking,
         )
@@ -103,6 +104,7 @@ def build_server(
     max_new_tokens: int | None,
     name: str | None,
     thinking: bool,
+    shutdown_seconds: float = Limits.shutdown_seconds,
 ) -> Server:
     """The server of a loaded model.
 
@@ -124,7 +126,8 @@ def build_server(
     engine = Engine(model.target, drafter, chosen.policy, config=config)
     name = name or model.target.name
     worker = Worker(engine, ServerMetrics(name, engine), max_waiting)
-    return Server(worker, name, Limits(max_new_tokens), thinking=thinking)
+    limits = Limits(max_new_tokens, shutdown_seconds=shutdown_seconds)
+    return Server(worker, name, limits, thinking=thinking)
 
 
 def _bind(host: str, port: int) -> socket.socket:

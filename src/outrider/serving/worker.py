@@ -38,6 +38,13 @@ class Unavailable(Exception):
     """The engine does not run: it has failed, or the server stops."""
 
 
+class Stopping(Unavailable):
+    """The server ends."""
+
+    def __init__(self) -> None:
+        super().__init__("the server stops.")
+
+
 class Submission:
     """Requests that the engine decodes; iterate over their outputs as they come, until all have finished.
 
@@ -67,6 +74,33 @@ class Submission:
         self._outputs.put_nowait(output)
 
 
+class Room:
+    """Places of requests on their way to the engine, from their arrival until they are submitted or the block ends.
+
+    They count among those that wait, so that prompts being tokenised are bounded as well.
+    """
+
+    def __init__(self, worker: Worker, places: int) -> None:
+        self._worker, self._places, self._arrived = worker, places, time.perf_counter()
+
+    def __enter__(self) -> Room:
+        self._worker.reserved += self._places
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what has not been used."""
+        self._worker.reserved -= self._places
+        self._places = 0
+
+    async def submit(self, requests: Sequence[Request]) -> Submission:
+        """Hand them to the engine, see `Worker.submit`."""
+        self.close()  # the engine counts them from here on
+        return await self._worker.submit(requests, self._arrived)
+
+
 _Command = tuple[Sequence[Request], "asyncio.Future[None]"] | Collection[str] | None  # submit | cancel | stop
 
 
@@ -76,12 +110,15 @@ class Worker:
     Args:
         most_waiting: requests that may wait for a place among the engine's `max_requests`.
 
-    `watches` get every step.
+    Attributes:
+        watches: get every step.
+        reserved: places that `room` has given and that are not used yet.
     """
 
     def __init__(self, engine: Engine, metrics: ServerMetrics, most_waiting: int) -> None:
         self.engine, self.metrics, self.most_waiting = engine, metrics, most_waiting
         self.watches: set[Watch] = set()
+        self.reserved = 0
         self.failure: Exception | None = None
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
@@ -92,6 +129,11 @@ class Worker:
     def healthy(self) -> bool:
         return self.failure is None and self._thread.is_alive()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is decoded, waits, or is on its way."""
+        return bool(self._live) or self.reserved > 0
+
     async def start(self) -> None:
         """Start the thread; on return the engine has warmed up."""
         self._loop = asyncio.get_running_loop()
@@ -100,30 +142,39 @@ class Worker:
         await self._warm
 
     async def stop(self) -> None:
-        """End the thread after the step at hand; requests that have not finished end with an error."""
-        self.failure = self.failure or Unavailable("the server stops.")
+        """End the thread after the step at hand; requests that have not finished end with an error, at once."""
+        self.failure = self.failure or Stopping()
+        self._end_all(self.failure)
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
-        self._abandon(self.failure)
+        self._refuse_all(self.failure)
 
-    def check_room(self, requests: int) -> None:
-        """Whether so many more could be submitted now."""
-        if self.failure is not None:
-            raise Unavailable(str(self.failure)) from self.failure
-        if len(self._live) + requests > self.engine.config.max_requests + self.most_waiting:
-            raise Overloaded(self._retry_after(requests))
-
-    async def submit(self, requests: Sequence[Request]) -> Submission:
-        """Hand requests with ids of their own to the engine: all of them, or none.
+    def room(self, requests: int) -> Room:
+        """Places for so many requests; they are taken by a `with`.
 
         Raises:
             Overloaded: more would wait than may.
             Unavailable: the engine does not run.
+        """
+        if self.failure is not None:
+            raise Unavailable(str(self.failure)) from self.failure
+        if len(self._live) + self.reserved + requests > self.engine.config.max_requests + self.most_waiting:
+            raise Overloaded(self._retry_after(requests))
+        return Room(self, requests)
+
+    async def submit(self, requests: Sequence[Request], arrived: float) -> Submission:
+        """Hand requests with ids of their own to the engine: all of them, or none.
+
+        Args:
+            arrived: when they came, by `time.perf_counter`.
+
+        Raises:
+            Unavailable: the engine does not run.
             ValueError: the engine refuses one of them, see `Engine.submit`.
         """
-        self.check_room(len(requests))
-        now = time.perf_counter()
-        records = {one.id: RequestRecord(now, len(one.prompt), self.metrics.slots) for one in requests}
+        if self.failure is not None:
+            raise Unavailable(str(self.failure)) from self.failure
+        records = {one.id: RequestRecord(arrived, len(one.prompt), self.metrics.slots) for one in requests}
         submission = Submission(self, records)
         self._live |= dict.fromkeys(records, submission)
         accepted = self._loop.create_future()
@@ -164,8 +215,9 @@ class Worker:
             while self._take():
                 started = time.perf_counter()
                 outputs = self.engine.step()
-                now, waiting = time.perf_counter(), {id for id, _ in self.engine.scheduler.waiting}
-                self._call(self._deliver, outputs, self.engine.last, started, now, waiting)
+                now = time.perf_counter()
+                began = {*self.engine.scheduler.running, *(output.id for output in outputs)}
+                self._call(self._deliver, outputs, self.engine.last, started, now, began)
         except Exception as error:
             self._call(self._fail, error)
 
@@ -201,12 +253,11 @@ class Worker:
     # ------------------------------------------------------------------------
 
     def _deliver(
-        self, outputs: Sequence[Output], step: StepRecord | None, started: float, now: float, waiting: set[str]
+        self, outputs: Sequence[Output], step: StepRecord | None, started: float, now: float, began: set[str]
     ) -> None:
-        """Hand out a step's outputs. It ran from `started` to `now`; `waiting` requests had no part in it."""
-        for id, submission in self._live.items():
-            if id not in waiting:
-                submission.records[id].begin(started)
+        """Hand out a step's outputs. It ran from `started` to `now`; the requests `began` were in it, or before."""
+        for id in began & self._live.keys():
+            self._live[id].records[id].begin(started)
         if step is not None:
             self.metrics.step(step)
             for watch in self.watches:
@@ -226,16 +277,21 @@ class Worker:
         """The engine cannot go on: all requests end with its error."""
         self.failure = error
         _settle(self._warm, error)
-        self._abandon(error)
+        self._end_all(error)
+        self._refuse_all(error)
 
-    def _abandon(self, error: Exception) -> None:
+    def _end_all(self, error: Exception) -> None:
+        """End the requests that the engine has."""
+        live, self._live = self._live, {}
+        for id, submission in live.items():
+            submission.put(Output(id, [], "", finish="error", error=error))
+
+    def _refuse_all(self, error: Exception) -> None:
+        """Refuse what has been submitted since the thread ended."""
         while not self._commands.empty():
             command = self._commands.get()
             if isinstance(command, tuple):
                 _settle(command[1], Unavailable(str(error)))
-        live, self._live = self._live, {}
-        for id, submission in live.items():
-            submission.put(Output(id, [], "", finish="error", error=error))
 
 
 def _settle(accepted: asyncio.Future[None], error: Exception | None) -> None:
