@@ -591,13 +591,13 @@ static inline __attribute__((always_inline)) void add_rows(Lanes *sums, int64_t 
                    halved);
 }
 
-/* Query rows `begin` and on of a request and key head h. */
+/* Query rows `begin` and on of a request and key head h. E and F are key_dim and value_dim; if they are constants, the
+   compiler unrolls loops over them. */
 static inline __attribute__((always_inline)) void attend_tile(const Requests *all, const Shapes *shapes, int64_t r,
                                                               int64_t h, int64_t begin, const char *q, const char *keys,
                                                               const char *values, char *out, void *scratch,
-                                                              const int halved) {
-    const int64_t G = shapes->groups, E = shapes->key_dim, F = shapes->value_dim, size = all->page_size;
-    const int64_t bytes = halved ? sizeof(uint16_t) : sizeof(float);
+                                                              const int64_t E, const int64_t F, const int halved) {
+    const int64_t G = shapes->groups, bytes = halved ? sizeof(uint16_t) : sizeof(float), size = all->page_size;
     const Request *request = all->request + r;
     const Row *rows = all->row + request->first_row;
     const int64_t *pages = all->pages + request->first_page, past = request->past, rest = request->rows * G - begin;
@@ -689,6 +689,7 @@ static size_t scratch_bytes(const Requests *all, const Shapes *shapes) {
 static inline __attribute__((always_inline)) void attend_tiles(const Requests *all, const Shapes *shapes, const char *q,
                                                                const char *keys, const char *values, char *out,
                                                                size_t bytes, int *failed, const int halved) {
+    const int64_t E = shapes->key_dim, F = shapes->value_dim;
     const int64_t tiles = (most_rows(all) * shapes->groups + TILE - 1) / TILE;
     void *scratch = aligned_alloc(sizeof(Lanes), bytes);
     if (scratch == NULL) {
@@ -700,7 +701,12 @@ static inline __attribute__((always_inline)) void attend_tiles(const Requests *a
         for (int64_t h = 0; h < shapes->kv_heads; h++)
             for (int64_t tile = 0; tile < tiles; tile++) {
                 if (scratch == NULL || tile * TILE >= all->request[r].rows * shapes->groups) continue;
-                attend_tile(all, shapes, r, h, tile * TILE, q, keys, values, out, scratch, halved);
+                if (E == 64 && F == 64)
+                    attend_tile(all, shapes, r, h, tile * TILE, q, keys, values, out, scratch, 64, 64, halved);
+                else if (E == 128 && F == 128)
+                    attend_tile(all, shapes, r, h, tile * TILE, q, keys, values, out, scratch, 128, 128, halved);
+                else
+                    attend_tile(all, shapes, r, h, tile * TILE, q, keys, values, out, scratch, E, F, halved);
             }
     free(scratch);
 }

@@ -158,7 +158,8 @@ def attends(dtype: torch.dtype, device: torch.device) -> bool:
 def few(rows: int, tree: bool) -> bool:
     """Return whether so many new rows of a request belong into `FewRows`: a token and its drafts, as a chain or a tree.
 
-    The more rows read a key, the more of the time is products, and for a prompt's PyTorch's blocked ones are faster.
+    The more rows read a key, the more of the time is products: PyTorch's blocked ones are as fast for 32 rows and take
+    0.8 of the time for 64. So prompts attend one by one. Trees do not: their rows have the bits of plain decoding here.
     """
     return rows <= (MOST_SEEN if tree else MOST_ROWS)
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -173,15 +174,15 @@ class Tables(NamedTuple):
 
 def tables(readers: Sequence[Reader]) -> Tables:
     """Make the tables of the readers' rows, one reader after another."""
-    counts = np.array([len(reader.positions) for reader in readers])
-    past = np.array([reader.past for reader in readers])
-    first_page = _starts(np.array([len(reader.pages) for reader in readers]))
-    sees = [np.full(n, -1) if r.sees_T is None else r.sees_T for r, n in zip(readers, counts, strict=True)]
-    return Tables(
-        np.stack([np.concatenate([reader.positions for reader in readers]), np.concatenate(sees)], axis=1),
-        np.stack([_starts(counts), counts, past, first_page], axis=1),
-        np.concatenate([reader.pages for reader in readers]),
-    )
+    counts, past, pages = np.array([(len(r.positions), r.past, len(r.pages)) for r in readers]).T
+    first_row, T = _starts(counts), int(counts.sum())
+    rows_T2 = np.full((T, 2), -1)
+    rows_T2[:, 0] = np.fromiter(chain.from_iterable(reader.positions for reader in readers), np.int64, count=T)
+    for first, reader in zip(first_row, readers, strict=True):
+        if reader.sees_T is not None:
+            rows_T2[first : first + len(reader.sees_T), 1] = reader.sees_T
+    requests_R4 = np.stack([first_row, counts, past, _starts(pages)], axis=1)
+    return Tables(rows_T2, requests_R4, np.concatenate([reader.pages for reader in readers]))
 
 
 def plan(
