@@ -205,6 +205,8 @@ MUTANTS = [
            where="lowest_visible", old="past + 1 - window", new="past + 2 - window"),
     Mutant("recurrent_reruns_last_rows", "the last rows of a forward are run again instead of the first", tests="target/test_target_families.py",
            where="RecurrentLayer.drop", old="rows_BTD[:, :kept]", new="rows_BTD[:, -max(kept, 1):]"),
+    Mutant("recurrent_states_of_first_request", "requests that ran as a batch go on with the states of the first", tests="target/test_target_families.py::test_requests_in_one_pass_are_computed_as_if_alone",
+           where="RecurrentLayer.split", old="getattr(self, name)[0][i:i + 1]", new="getattr(self, name)[0][:1]"),
     Mutant("few_rows_window_one_more", "a sliding window shows one position more", tests="target/test_kernels.py",
            where="kernels.c", old="row->position + 1 - window", new="row->position - window"),
     Mutant("block_calibrated_alike", "on a GPU a block beside sampled requests is calibrated as if it were sampled", tests="drafters/test_sequential.py::test_confidences_are_calibrated_for_the_temperature_of_their_request",
