@@ -1,22 +1,23 @@
-"""The compiled kernels against PyTorch's operators, and to the last bit in any company."""
+"""The compiled kernels against PyTorch's operators and dense attention, and to the last bit in any company."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.target import kernels
-from outrider.target.attention import Branches
+from outrider.target.attention import Branches, Latents
 from outrider.target.fused import Operators
 from outrider.target.kernels import (
-    MOST_ROWS,
     Cache,
     FewRows,
     LayerKernels,
@@ -27,178 +28,193 @@ from outrider.target.kernels import (
     rms_norm,
 )
 from outrider.target.linear import Float32Rows, PackedLinear
+from outrider.target.paged_attention import MOST_SEEN, Reader, bits_of
+from tests.toys.paged_reference import CASES, PAGE, Case, dense, readers_of
 
 CPU = torch.device("cpu")
-SLOTS, BLOCK = 640, 4
 TREE = [-1, 0, 0, 1, 1, 2]
+# A row of a target: what a block drafter's rows see is another rule.
+FEW = [
+    replace(case, requests=tuple(request for request in case.requests if request[1] <= MOST_SEEN))
+    for case in CASES
+    if not case.slots
+]
+(EVERYTHING,) = (case for case in FEW if case.name == "all of it")
+TYPES = (torch.float32, torch.bfloat16)
 
 needs_compiler = pytest.mark.skipif(
     not kernels_available(torch.float32, CPU), reason="no C compiler with OpenMP here: attention is PyTorch's"
 )
 
 
-def blocks_of(seed: int, positions: int) -> list[int]:
-    return torch.randperm(SLOTS // BLOCK, generator=torch.Generator().manual_seed(seed))[
-        : positions // BLOCK + 1
-    ].tolist()
+def slots_of(reader: Reader) -> list[int]:
+    return [reader.pages[p // PAGE] * PAGE + p % PAGE for p in range(reader.end)]
 
 
-class Case:
-    """Requests of (rows, past) with shuffled blocks of pools of their own, stacked: keys [K, slots, E]."""
+def pool_of(readers: Sequence[Reader], heads: int, dim: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A pool [heads, slots, dim] that is NaN where no position of a reader is."""
+    generator, pages = torch.Generator().manual_seed(seed), 1 + max(max(reader.pages) for reader in readers)
+    pool = torch.full((heads, pages * PAGE, dim), torch.nan)
+    for reader in readers:
+        pool[:, slots_of(reader)] = torch.randn(heads, reader.end, dim, generator=generator)
+    return pool.to(dtype)
 
-    def __init__(self, requests: Sequence[tuple[int, int]], K: int, G: int, E: int, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.requests, self.K, self.G, self.E = requests, K, G, E
-        self.rows = [rows for rows, _ in requests]
-        self.starts = [sum(self.rows[:i]) for i in range(len(requests))]
-        total = len(requests) * SLOTS
-        self.keys, self.values = (torch.randn(K, total, E, generator=generator) for _ in range(2))
-        # Between the rows of q lie those of other projections, as in the fused forward.
-        self.q = torch.randn(1, sum(self.rows), K * G + 2, E, generator=generator)[:, :, : K * G].transpose(1, 2)
-        self.blocks = [
-            [block + i * SLOTS // BLOCK for block in blocks_of(i, past + rows)]
-            for i, (rows, past) in enumerate(requests)
-        ]
 
-    def run(self, window: int | None = None, trees: bool = False) -> Tensor:
-        branches = [Branches.of(TREE) if trees else None for _ in self.requests]
-        pasts = [past for _, past in self.requests]
-        few = FewRows(
-            self.starts, self.rows, pasts, blocks=self.blocks, block_size=BLOCK, branches=branches, window=window
-        )
-        out = torch.full((sum(self.rows), self.K * self.G, self.E), torch.nan)
-        few.attend(self.q, self.keys, self.values, scale=None, out_THE=out)
-        return out
+def queries_of(rows: int, heads: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Queries [1, heads, rows, dim], between whose rows lie those of other projections, as in the fused forward."""
+    wide = torch.randn(1, rows, heads + 2, dim, generator=torch.Generator().manual_seed(rows))
+    return wide.to(dtype)[:, :, :heads].transpose(1, 2)
 
-    def expected(self, window: int | None = None, trees: bool = False) -> Tensor:
-        found = []
-        for (rows, past), start, blocks in zip(self.requests, self.starts, self.blocks, strict=True):
-            tree = Branches.of(TREE if trees else range(-1, rows - 1))
-            slots = [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(past + rows)]
-            k, v = (x[:, slots].repeat_interleave(self.G, dim=0)[None] for x in (self.keys, self.values))
-            mask = tree.visible(past, 0, window)
-            out = F.scaled_dot_product_attention(
-                self.q[:, :, start : start + rows].double(), k.double(), v.double(), mask
-            )
-            found.append(out[0].transpose(0, 1).float())
-        return torch.cat(found)
+
+class Step:
+    """A case with its readers, queries, keys and values."""
+
+    def __init__(self, case: Case, dtype: torch.dtype = torch.float32) -> None:
+        self.readers, _ = readers_of(case, np.random.default_rng(len(case.name)))
+        K, G, E = case.heads
+        self.counts = [len(reader.positions) for reader in self.readers]
+        self.q = queries_of(sum(self.counts), K * G, E, dtype)
+        self.keys, self.values = (pool_of(self.readers, K, E, seed, dtype) for seed in (1, 2))
+        sinks_H = torch.randn(K * G, generator=torch.Generator().manual_seed(3)) if case.sinks else None
+        self.options: dict[str, Any] = {
+            "window": case.window,
+            "softcap": case.softcap,
+            "scale": case.scale,
+            "sinks_H": sinks_H,
+        }
+
+    def run(self) -> Tensor:
+        return FewRows(self.readers, PAGE).attend(self.q, self.keys, self.values, **self.options)
+
+    def alone(self, index: int) -> Tensor:
+        """The rows of one request, computed without the others."""
+        q = self.q.split(self.counts, dim=2)[index]
+        return FewRows([self.readers[index]], PAGE).attend(q, self.keys, self.values, **self.options)
+
+    def expected(self) -> Tensor:
+        q_THE, keys, values = (x.double() for x in (self.q[0].transpose(0, 1), self.keys, self.values))
+        return dense(q_THE, keys, values, readers=self.readers, page_size=PAGE, **self.options)
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    """Sums are in float32: what is left in bfloat16 is the result's own rounding, half a unit of 8 bits."""
+    exact = found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, atol=4e-6, rtol=2e-5 if exact else 2**-8)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("K", "G", "E"), [(3, 3, 64), (2, 4, 128), (1, 1, 8), (2, 2, 80)])
-@pytest.mark.parametrize("window", [None, 5, 40])
-def test_it_is_pytorchs_attention(K: int, G: int, E: int, window: int | None) -> None:
-    case = Case([(1, 0), (3, 17), (MOST_ROWS, 300), (8, 0), (1, 511)], K, G, E)
-    torch.testing.assert_close(case.run(window), case.expected(window), atol=2e-6, rtol=2e-5)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_it_is_dense_attention(case: Case, dtype: torch.dtype) -> None:
+    step = Step(case, dtype)
+    found = step.run()
+    assert found.dtype == dtype
+    check(found, step.expected())
 
 
 @needs_compiler
-@pytest.mark.parametrize("window", [None, 3, 40])
-def test_trees_see_their_branches(window: int | None) -> None:
-    case = Case([(len(TREE), 9), (len(TREE), 0)], 2, 2, 64)
-    torch.testing.assert_close(case.run(window, trees=True), case.expected(window, trees=True), atol=2e-6, rtol=2e-5)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("heads", [(3, 3, 64), (2, 4, 128), (1, 1, 8), (2, 2, 80), (1, 20, 64), (1, 5, 256)])
+def test_heads_of_any_size_and_number(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    step = Step(replace(EVERYTHING, heads=heads), dtype)
+    check(step.run(), step.expected())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TYPES)
+def test_heads_read_latents_as_they_are(dtype: torch.dtype) -> None:
+    """Keys and values of different dims in one pool, against those that the latents are expanded to."""
+    H, N, P, C, V = 20, 16, 8, 24, 12
+    readers, _ = readers_of(EVERYTHING, np.random.default_rng(0))
+    generator = torch.Generator().manual_seed(0)
+    pool = pool_of(readers, 1, C + P, seed=1, dtype=dtype)
+    keys_HNC, values_HVC = (torch.randn(H, dim, C, generator=generator).to(dtype) / C**0.5 for dim in (N, V))
+    q = queries_of(sum(len(reader.positions) for reader in readers), H, N + P, dtype)
+
+    def expanded(latents_1SC: Tensor, rotated_1SP: Tensor) -> tuple[Tensor, Tensor]:
+        keys = torch.cat([latents_1SC @ keys_HNC.double().transpose(1, 2), rotated_1SP.expand(H, -1, -1)], dim=2)
+        return keys, latents_1SC @ values_HVC.double().transpose(1, 2)
+
+    latents = Latents(keys_HNC, values_HVC, expand=expanded)
+    sums_THC = FewRows(readers, PAGE).attend(latents.queries(q), pool, pool[..., :C], scale=0.2)
+    keys, values = expanded(*pool.double().split((C, P), dim=2))
+    expected = dense(q[0].transpose(0, 1).double(), keys, values, readers=readers, page_size=PAGE, scale=0.2)
+    found = latents.outputs(sums_THC)
+    assert found.dtype == dtype and found.shape == expected.shape
+    # In bfloat16 the products before and behind the kernel are rounded, too.
+    torch.testing.assert_close(found.double(), expected, atol=1e-5 if dtype == torch.float32 else 4e-2, rtol=1e-5)
 
 
 @needs_compiler
 def test_scores_of_any_size() -> None:
-    case = Case([(2, 50)], 1, 2, 64)
-    case.q = case.q * 1e4
-    out = case.run()
+    step = Step(Case("large", ((50, 2),)))
+    step.q = step.q * 1e4
+    out = step.run()
     assert out.isfinite().all()
-    torch.testing.assert_close(out, case.expected(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out.double(), step.expected(), atol=1e-4, rtol=1e-4)
 
 
 @needs_compiler
-def test_a_request_is_the_same_to_the_last_bit_in_any_company_and_on_any_threads(threads: None) -> None:
-    together = Case([(3, 100), (5, 200), (1, 7)], 3, 3, 64)
+def test_a_soft_cap_of_any_score() -> None:
+    """Scores of 1e-6 to 1e6 of a cap of 1: the curve is a line below and a constant above."""
+    step = Step(Case("capped", ((60, 3),), softcap=1.0))
+    step.keys = step.keys * 10.0 ** torch.linspace(-6, 6, step.keys.shape[1])[:, None]
+    check(step.run(), step.expected())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("case", [EVERYTHING, *FEW[:3]], ids=lambda case: case.name)
+def test_a_request_is_the_same_to_the_last_bit_in_any_company_and_on_any_threads(
+    case: Case, dtype: torch.dtype, threads: None
+) -> None:
+    step = Step(case, dtype)
     torch.set_num_threads(3)
-    out = together.run()
+    together = step.run()
     torch.set_num_threads(1)
-    assert torch.equal(out, together.run())
-    alone = Case([(5, 200)], 3, 3, 64)
-    alone.q, alone.keys, alone.values = together.q[:, :, 3:8], together.keys, together.values
-    alone.blocks = together.blocks[1:2]
-    assert torch.equal(alone.run(), out[3:8])
+    assert torch.equal(together, step.run())
+    for index, rows in enumerate(together.split(step.counts)):
+        assert torch.equal(step.alone(index), rows)
 
 
 @needs_compiler
-def test_a_row_does_not_depend_on_the_rows_behind_it() -> None:
-    many = Case([(8, 100)], 3, 3, 64)
-    one = Case([(1, 100)], 3, 3, 64)
-    one.q, one.keys, one.values, one.blocks = many.q[:, :, :1], many.keys, many.values, many.blocks
-    assert torch.equal(many.run()[:1], one.run())
-
-
-def test_rows_of_others_stay() -> None:
-    if not kernels_available(torch.float32, CPU):
-        pytest.skip("no C compiler here")
-    case = Case([(2, 5), (2, 5)], 1, 1, 8)
-    few = FewRows([2], [2], [5], blocks=case.blocks[1:], block_size=BLOCK, branches=[None])
-    out = torch.zeros(4, 1, 8)
-    few.attend(case.q, case.keys, case.values, scale=None, out_THE=out)
-    assert not out[:2].any() and torch.equal(out[2:], case.run()[2:])
-
-
-# Attention of requests with one row each, in bfloat16
-
-
-def steps_of(past: list[int], K: int, G: int, E: int) -> tuple[Tensor, Tensor, Tensor, list[list[int]]]:
-    """q [1, K G, R, E], keys and values [K, slots, E] of a pool that is NaN elsewhere, and the blocks of requests."""
-    generator = torch.Generator().manual_seed(0)
-    counts = [-(-(length + 1) // BLOCK) for length in past]
-    order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
-    blocks = [[order.pop() for _ in range(count)] for count in counts]
-    q = torch.randn(1, len(past), K * G + 2, E, generator=generator).bfloat16()[:, :, : K * G].transpose(1, 2)
-    keys, values = (torch.full((K, (sum(counts) + 3) * BLOCK, E), torch.nan).bfloat16() for _ in range(2))
-    for pool in (keys, values):
-        for length, own in zip(past, blocks, strict=True):
-            slots = slots_of(own, length + 1)
-            pool[:, slots] = torch.randn(K, length + 1, E, generator=generator).bfloat16()
-    return q, keys, values, blocks
-
-
-def slots_of(blocks: list[int], count: int) -> list[int]:
-    return [block * BLOCK + place for block in blocks for place in range(BLOCK)][:count]
-
-
-def attended(
-    q: Tensor, keys: Tensor, values: Tensor, past: list[int], blocks: list[list[int]], window: int | None = None
-) -> Tensor:
-    rows = list(range(len(past)))
-    few = FewRows(
-        rows, [1] * len(past), past, blocks=blocks, block_size=BLOCK, branches=[None] * len(past), window=window
-    )
-    out = q.new_empty(len(past), q.shape[1], q.shape[3])
-    few.attend(q, keys, values, scale=None, out_THE=out)
-    return out
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("window", [None, 3, 21])
+def test_a_row_is_the_same_to_the_last_bit_with_drafts_and_without(window: int | None, dtype: torch.dtype) -> None:
+    """At its position alone, behind earlier rows and before later ones."""
+    pages = np.random.default_rng(0).permutation(40).tolist()
+    whole = Reader(0, range(160), pages)
+    keys, values = (pool_of([whole], 2, 64, seed, dtype) for seed in (1, 2))
+    q, sinks_H = queries_of(17, 6, 64, dtype), torch.randn(6, generator=torch.Generator().manual_seed(0))
+    for position in (15, 16, 77, 140):
+        found = []
+        for past, rows in ((position, 1), (position, 9), (position - 15, 16), (position - 4, 8)):
+            own = q[:, :, :rows].clone()
+            own[:, :, position - past] = q[:, :, 16]
+            few = FewRows([Reader(past, range(past, past + rows), pages)], PAGE)
+            out = few.attend(own, keys, values, window=window, softcap=5.0, sinks_H=sinks_H)
+            found.append(out[position - past].tolist())
+        assert found == [found[0]] * 4, position
 
 
 @needs_compiler
-@pytest.mark.parametrize(("K", "G", "E"), [(3, 3, 64), (2, 5, 128), (1, 1, 64), (2, 4, 64), (1, 6, 128)])
-@pytest.mark.parametrize("window", [None, 5])
-def test_steps_in_bfloat16_are_pytorchs_attention(K: int, G: int, E: int, window: int | None) -> None:
-    past = [0, 76, 3, 21, 8]
-    q, keys, values, blocks = steps_of(past, K, G, E)
-    found = attended(q, keys, values, past, blocks, window)
-    assert found.dtype == torch.bfloat16
-    for r, length in enumerate(past):
-        slots = slots_of(blocks[r], length + 1)[-(window or length + 1) :]
-        expected = F.scaled_dot_product_attention(
-            q[:, :, r : r + 1].double(), keys[None, :, slots].double(), values[None, :, slots].double(), enable_gqa=True
-        )
-        # Summed in float32, so what is left is the result's own rounding: half a unit of 8 bits.
-        torch.testing.assert_close(found[r].double(), expected[0, :, 0], atol=1e-6, rtol=2**-8)
-
-
-@needs_compiler
-def test_a_step_in_bfloat16_is_the_same_to_the_last_bit_in_any_company(threads: None) -> None:
-    past = [49, 3, 17, 30]
-    q, keys, values, blocks = steps_of(past, 3, 3, 64)
-    torch.set_num_threads(3)
-    together = attended(q, keys, values, past, blocks)
-    torch.set_num_threads(1)
-    for r, length in enumerate(past):
-        assert torch.equal(attended(q[:, :, r : r + 1], keys, values, [length], [blocks[r]])[0], together[r])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("window", [None, 2, 7])
+def test_a_row_of_a_tree_is_the_same_to_the_last_bit_as_on_its_path_alone(
+    window: int | None, dtype: torch.dtype
+) -> None:
+    branches, past, generator = Branches.of(TREE), 9, np.random.default_rng(0)
+    tree = Reader(past, (past + branches.depths_T).tolist(), generator.permutation(4).tolist(), bits_of(branches))
+    keys, values = (pool_of([tree], 2, 16, seed, dtype) for seed in (1, 2))
+    q, slots = queries_of(len(TREE), 6, 16, dtype), slots_of(tree)
+    together = FewRows([tree], PAGE).attend(q, keys, values, window=window)
+    for node in range(len(TREE)):
+        path = branches.sees_TT[node].nonzero()[:, 0].tolist()
+        chain = Reader(past, range(past, past + len(path)), list(range(4)))
+        moved = [slots[p] for p in [*range(past), *(past + row for row in path)]]
+        own_keys, own_values = (F.pad(pool[:, moved], (0, 0, 0, 16 - len(moved))) for pool in (keys, values))
+        alone = FewRows([chain], PAGE).attend(q[:, :, path], own_keys, own_values, window=window)
+        assert torch.equal(alone[-1], together[node]), node
 
 
 @needs_compiler
@@ -305,13 +321,13 @@ def test_layers_are_those_of_pytorchs_operators(normed: bool, rows: int) -> None
 
 @needs_compiler
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("requests", [[(1, 0)], [(1, 7), (4, 130), (16, 3)]])
+@pytest.mark.parametrize("requests", [[(0, 1)], [(7, 1), (130, 4), (3, 16)]])
 def test_whole_layers_are_their_parts_to_the_last_bit(
     requests: list[tuple[int, int]], normed: bool, threads: None
 ) -> None:
     D, inner = 40, 300
-    case = Case(requests, K=2, G=3, E=8)
-    H, K, E, T = 6, case.K, case.E, sum(case.rows)
+    step = Step(Case("whole", tuple(requests), heads=(2, 3, 8)))
+    H, K, E, T = 6, 2, 8, sum(step.counts)
 
     def linear(inputs: int, out: int) -> PackedLinear:
         return PackedLinear.fused(nn.Linear(inputs, out))
@@ -322,25 +338,18 @@ def test_whole_layers_are_their_parts_to_the_last_bit(
     norms = Norms(torch.rand(D), torch.rand(D), q_norm, k_norm, eps=1e-5)
     layer = compiled([linear(D, (H + 2 * K) * E), linear(H * E, D), linear(D, 2 * inner), linear(inner, D)],
                      norms, heads=(H, K))  # fmt: skip
-    slots = torch.tensor([
-        blocks[p // BLOCK] * BLOCK + p % BLOCK
-        for (rows, past), blocks in zip(requests, case.blocks, strict=True) for p in range(past, past + rows)
-    ])  # fmt: skip
-    pasts = [past for _, past in requests]
-    few = FewRows(
-        case.starts, case.rows, pasts, blocks=case.blocks, block_size=BLOCK, branches=[None for _ in requests]
-    )
-    keys, values, expected = case.keys.clone(), case.values.clone(), hidden.clone()
+    slots = torch.tensor([slot for reader in step.readers for slot in slots_of(reader)[reader.past :]])
+    few = FewRows(step.readers, PAGE)
+    keys, values, expected = step.keys.clone(), step.values.clone(), hidden.clone()
     queries_keys, v = layer.before_attention(expected, cos, sin)
     q, k = queries_keys.split((H, K), dim=1)
     keys[:, slots], values[:, slots] = k.transpose(0, 1), v.transpose(0, 1)
-    attended = torch.empty(T, H, E)
-    few.attend(q.transpose(0, 1)[None], keys, values, scale=None, out_THE=attended)
+    attended = few.attend(q.transpose(0, 1)[None], keys, values)
     layer.after_attention(attended.view(T, -1), expected)
     torch.set_num_threads(3)
-    layer.forward(hidden, cos, sin, rows=few, cache=Cache(case.keys, case.values, slots))
+    layer.forward(hidden, cos, sin, rows=few, cache=Cache(step.keys, step.values, slots))
     assert torch.equal(hidden, expected)
-    assert torch.equal(case.keys, keys) and torch.equal(case.values, values)
+    assert torch.equal(step.keys[:, slots], keys[:, slots]) and torch.equal(step.values[:, slots], values[:, slots])
 
 
 @needs_compiler
@@ -362,8 +371,8 @@ def test_activations_of_any_size() -> None:
 def test_only_for_their_types_on_a_cpu() -> None:
     assert not kernels_available(torch.float64, CPU)
     assert not kernels_available(torch.float32, torch.device("cuda"))
-    assert not attends(torch.bfloat16, torch.device("cuda"), head_dim=64)
-    assert not attends(torch.bfloat16, CPU, head_dim=80)
+    assert not attends(torch.bfloat16, torch.device("cuda"))
+    assert not attends(torch.float64, CPU)
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from outrider.target.hf import ragged_attention
 from outrider.target.kernels import kernels_available
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, RaggedStep, Span, in_pieces
+from outrider.target.paged_attention import Reader, Tables
 from tests.toys.ragged import BLOCK, BLOCKS, RAGGED_AUX_LAYERS, ragged_difference, run_alone, run_ragged
 from tests.toys.targets import TOY_CONFIGS, toy_target
 
@@ -105,14 +107,21 @@ def test_a_wrong_slot_or_mask_is_seen(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_rows_that_see_the_future_are_seen_where_attention_is_compiled(
+def test_rows_that_miss_each_other_are_seen_where_attention_is_compiled(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     if not kernels_available(torch.float32, torch.device("cpu")):
         pytest.skip("no C compiler here")
     target = toy_target(family)
     alone = run_alone(target)
-    monkeypatch.setattr(kernels, "_sees", lambda rows, window: b"\1" * rows * rows)
+    true_tables: Callable[..., Tables] = kernels.tables
+
+    def tables(readers: Sequence[Reader]) -> Tables:
+        made = true_tables(readers)
+        made.rows_T2[:, 1] = np.concatenate([1 << np.arange(len(reader.positions)) for reader in readers])
+        return made
+
+    monkeypatch.setattr(kernels, "tables", tables)
     assert ragged_difference(target, alone=alone) > 1e-3
 
 
@@ -144,7 +153,7 @@ def test_a_window_or_soft_cap_that_is_ignored_is_seen(
 
 
 def test_sinks_take_probability_as_in_gpt_oss() -> None:
-    """No supported family has them yet; the formula is compared with transformers' own."""
+    """The formula is compared with transformers' own."""
     target = toy_target("qwen3_moe")
     kv = PagedKV(target, 4, BLOCK)
     spans = [Span([5, 6, 7], 0, [2, 3], 1), Span([8, 9], 0, [1], 1)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import Cache
 
+import outrider.target.paged as paged
 from outrider.decoding.engine import Engine
 from outrider.decoding.generate import generate
 from outrider.decoding.request import Request, StopRules
@@ -25,6 +27,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import SamplingParams
 from outrider.target.cache import RecurrentLayer
+from outrider.target.kernels import FewRows, attends
 from outrider.target.model import Target, load_target
 from outrider.target.paged import PagedKV, Span
 from tests.toys.decoding import generate_batch
@@ -36,7 +39,7 @@ from tests.toys.published import PUBLISHED, published_target
 from tests.toys.ragged import ragged_difference, run_alone
 from tests.toys.targets import random_target
 from tests.toys.tokenizer import byte_tokenizer
-from tests.toys.trees import SelfTrees, check_nodes, check_ragged_trees, prompt_of
+from tests.toys.trees import SelfTrees, check_nodes, check_ragged_trees, prompt_of, random_tree
 
 HYBRID = [name for name in PUBLISHED if name.startswith(("qwen3_next", "qwen3.5"))]
 STATEFUL = [*HYBRID, "deepseek_v4"]  # layers keep a state outside the pages
@@ -130,6 +133,47 @@ def test_requests_in_one_pass_are_computed_as_if_alone(name: str) -> None:
     assert ragged_difference(target) < 1e-5
     if name in BRANCHING:
         check_ragged_trees(target)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in ("qwen3", "llama3.1")])
+@torch.inference_mode()
+def test_four_requests_are_one_call_per_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in any case, recurrent layers of requests with equally many rows."""
+    if not attends(torch.float32, torch.device("cpu")):
+        pytest.skip("no C compiler here")
+    target, calls = published_target(name), Counter[str]()
+
+    def counted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            calls[what] += 1
+            return function(*arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(FewRows, "attend", counted("attention", FewRows.attend))
+    monkeypatch.setattr(RecurrentLayer, "join", counted("recurrence", RecurrentLayer.join))
+    monkeypatch.setattr(paged, "attend_folded", lambda *_, **__: pytest.fail("request by request"))
+    layers = target.decoder.layers
+    attending, recurrent = (sum(hasattr(layer, kind) for layer in layers) for kind in ("self_attn", "linear_attn"))
+    kv, states = PagedKV(target, 60, 4), [target.new_states() for _ in range(4)]
+
+    def count(past: Sequence[int], rows: Sequence[int], parents: list[int] | None = None) -> tuple[int, int]:
+        calls.clear()
+        spans = []
+        for i, (start, new) in enumerate(zip(past, rows, strict=True)):
+            tree = parents if i == 3 else None
+            blocks = list(range(15 * i, 15 * i + 15))
+            spans.append(Span([5 + row for row in range(new)], start, blocks, 1, parents=tree, states=states[i]))
+        target.forward_ragged(spans, kv)
+        return calls["attention"], calls["recurrence"]
+
+    assert count([0] * 4, [9, 5, 14, 7])[0] == attending
+    assert count([9, 5, 14, 7], [1] * 4) == (attending, recurrent)
+    assert count([10, 6, 15, 8], [4, 1, 16, 4]) == (attending, 3 * recurrent)
+    if name in BRANCHING:
+        tree = random_tree(24, 97).row_parents
+        assert tree is not None
+        assert count([11, 7, 16, 9], [4, 1, 16, len(tree)], tree) == (attending, 0)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -15,7 +15,7 @@ Shapes: T new rows, N keys one forward sees, K kv heads, G queries per kv head, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,3 +117,40 @@ def attend_folded(
         scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
     probabilities = scores.softmax(-1, dtype=torch.float32)[..., : keys.shape[2]]
     return probabilities.to(values.dtype) @ values
+
+
+# ----------------------------------------------------------------------------
+# Multi-head latent attention: a token keeps one latent c and a rotated part r, which all heads share.
+#
+#     key of head h      [W_h c ; r]        value of head h    U_h c
+#     scores             [q ; q_r] [W_h c ; r]  =  [W_h^T q ; q_r] [c ; r]
+#     output             sum_n p_n U_h c_n      =  U_h (sum_n p_n c_n)
+#
+# So heads can read the latents themselves, as keys and values of one kv head, without expanding them for each head:
+# for few rows that is the far smaller work. Expanded, rows cost less each, which pays for a prompt's.
+# Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+# Shapes: H heads, T rows, N key dim without and P with rotary positions, C latent dim, V value dim of a head.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Latents:
+    """How the heads of a layer read latents.
+
+    Attributes:
+        keys_HNC, values_HVC: W and U of every head.
+        expand: converts latents [1, 1, S, C] and their rotated parts [1, 1, S, P] to keys and values of all heads.
+    """
+
+    keys_HNC: Tensor
+    values_HVC: Tensor
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Turn queries of keys [1, H, T, N + P] into those of latents, [1, H, T, C + P]."""
+        N = self.keys_HNC.shape[1]
+        return torch.cat([q[0, ..., :N] @ self.keys_HNC, q[0, ..., N:]], dim=2)[None]
+
+    def outputs(self, out_THC: Tensor) -> Tensor:
+        """Turn sums of latents into sums of values, [T, H, V]."""
+        return (out_THC.transpose(0, 1) @ self.values_HVC.transpose(1, 2)).transpose(0, 1)

@@ -85,6 +85,29 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self.recurrent_states[0] = recurrent_states
         return recurrent_states
 
+    @property
+    def width(self) -> int:
+        """Number of inputs of the convolution that are kept."""
+        conv_state = self.conv_states[0]
+        return 0 if conv_state is None else int(conv_state.shape[-1])
+
+    @classmethod
+    def join(cls, layers: Sequence[RecurrentLayer]) -> RecurrentLayer:
+        """Return the states of layers of equal `width`, of one request each, as those of a batch."""
+        joined = cls(layers[0]._module)
+        if layers[0].width:
+            for name in ("conv_states", "recurrent_states"):
+                getattr(joined, name)[0] = torch.cat([getattr(layer, name)[0] for layer in layers])
+            joined.has_previous_state[0] = True
+        return joined
+
+    def split(self, layers: Sequence[RecurrentLayer]) -> None:
+        """Give the states of a batch back to the layers of its requests."""
+        for i, layer in enumerate(layers):
+            for name in ("conv_states", "recurrent_states"):
+                getattr(layer, name)[0] = getattr(self, name)[0][i : i + 1]
+            layer.has_previous_state[0] = True
+
     def remember(self, rows_BTD: Tensor) -> None:
         """Count the rows of a forward, and store them and the state before it for `drop`."""
         self.length += rows_BTD.shape[1]

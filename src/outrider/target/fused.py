@@ -21,16 +21,17 @@ from torch import Tensor
 from outrider.target.attention import Branches, additive
 from outrider.target.cache import KVCache, KVLayer
 from outrider.target.kernels import (
-    MOST_ROWS,
     Cache,
     FewRows,
     LayerKernels,
     Norms,
     WholeStep,
+    few,
     rms_norm,
 )
 from outrider.target.linear import PackedLinear, padded_size
 from outrider.target.paged import RaggedStep
+from outrider.target.paged_attention import Reader, bits_of
 from outrider.utils.measure import on_device
 
 AuxOutput = tuple[Tensor, dict[int, Tensor]]  # normed last hidden states [B, T, D], {aux layer: [B, T, D]}
@@ -147,10 +148,13 @@ class FusedDecoder:
         """Run T new tokens after those in `cache`; the last layer's aux hidden state is normed."""
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
-        if self.compiled and B == 1 and T <= MOST_ROWS:
-            # Compute as the engine does, with one block for the whole cache.
+        if self.compiled and B == 1 and few(T, tree=branches is not None):
+            # Compute as the engine does, with one page for the whole cache.
             start, slots_T = cache.length, torch.arange(cache.length, cache.length + T)
-            rows = FewRows([0], [T], [start], blocks=[[0]], block_size=start + T, branches=[branches])
+            sees_T = None if branches is None else bits_of(branches)
+            depths = range(T) if branches is None else branches.depths_T.tolist()
+            positions = [start + depth for depth in depths]
+            rows = FewRows([Reader(start, positions, [0], sees_T=sees_T)], page_size=start + T)
 
             new_1KTE = self.embed.new_empty(1, K, T, E)
 

@@ -1,8 +1,9 @@
 """Run a target through transformers' modules, with the cache, masks and ragged batches of this package.
 
 In a ragged forward transformers' attention interface calls `ragged_attention`: the modules provide scaling, window,
-soft cap and sinks, the step provides the keys that each row sees. Recurrent modules and compressed attention run
-request by request.
+soft cap and sinks, the step provides the keys that each row sees. Recurrent modules run once for all requests with
+equally many rows, compressed attention request by request.
+
 Shapes: K kv heads, H query heads, E head dim, T rows; the leading 1 is transformers' batch.
 """
 
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig
+from transformers.cache_utils import Cache
 
-from outrider.target.attention import Branches, additive
-from outrider.target.cache import KVCache, recurrent_modules, remember_inputs
+from outrider.target.attention import Branches, Latents, additive
+from outrider.target.cache import KVCache, RecurrentLayer, recurrent_modules, remember_inputs
 from outrider.target.compressed import compresses
 from outrider.target.fused import AuxOutput
 from outrider.target.paged import RaggedStep
@@ -44,7 +46,7 @@ def ragged_attention(
     """Implement transformers' attention interface: q [1, H, T, E], k, v [1, K, T, E] -> ([1, T, H, E], no weights)."""
     assert attention_mask is None, "transformers passed a mask"
     layer: Any = module.layer_idx
-    expand: Any = module.expand_kv if ragged_step.latent else None
+    latents = _latents(module) if ragged_step.latent else None
     out = ragged_step.attend(
         layer,
         q=query,
@@ -54,9 +56,16 @@ def ragged_attention(
         window=sliding_window,
         softcap=softcap,
         sinks_H=s_aux,
-        expand=expand,
+        latents=latents,
     )
     return out.transpose(1, 2), None
+
+
+def _latents(attention: Any) -> Latents:
+    """Return how the heads of a module of DeepSeek-V3 read latents, with views of its weights."""
+    dims = attention.qk_nope_head_dim, attention.v_head_dim
+    keys_HNC, values_HVC = attention.kv_b_proj.weight.detach().unflatten(0, (-1, sum(dims))).split(dims, dim=1)
+    return Latents(keys_HNC, values_HVC, expand=attention.expand_kv)
 
 
 AttentionInterface.register(_IMPLEMENTATION, ragged_attention)
@@ -73,16 +82,28 @@ def ragged_attention_in(config: PretrainedConfig) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def _recurrence_by_span(module: Any, hidden_states: Tensor, *, ragged_step: RaggedStep, **_: object) -> Tensor:
-    """Run a recurrent module on the rows of many requests, [1, T, D], each with its states."""
-    outputs = []
-    for span, rows_1TD in zip(
-        ragged_step.spans, hidden_states.split([len(span.tokens) for span in ragged_step.spans], dim=1), strict=True
-    ):
+def _recurrence(module: Any, hidden_states: Tensor, *, ragged_step: RaggedStep, **_: object) -> Tensor:
+    """Run a recurrent module on the rows of many requests, [1, T, D], each with its states.
+
+    Requests with equally many rows, as all of them in plain decoding, are a batch. Others would have to be padded, and
+    padding rows would enter their states.
+    """
+    parts = hidden_states.split([len(span.tokens) for span in ragged_step.spans], dim=1)
+    states: list[RecurrentLayer] = []
+    batches: dict[tuple[int, int], list[int]] = {}
+    for index, (span, rows_1TD) in enumerate(zip(ragged_step.spans, parts, strict=True)):
         assert span.states is not None, "a span of a recurrent target without states"
-        span.states.layers[module.layer_idx].remember(rows_1TD)
-        outputs.append(type(module).forward(module, rows_1TD, cache_params=span.states))
-    return torch.cat(outputs, dim=1)
+        states.append(span.states.layers[module.layer_idx])
+        states[-1].remember(rows_1TD)
+        batches.setdefault((rows_1TD.shape[1], states[-1].width), []).append(index)
+    outputs: dict[int, Tensor] = {}
+    for members in batches.values():
+        joined = RecurrentLayer.join([states[index] for index in members])
+        rows_BTD = torch.cat([parts[index] for index in members])
+        cache = Cache(layers=[joined] * (module.layer_idx + 1))
+        outputs.update(zip(members, type(module).forward(module, rows_BTD, cache_params=cache).split(1), strict=True))
+        joined.split([states[index] for index in members])
+    return torch.cat([outputs[index] for index in range(len(parts))], dim=1)
 
 
 def _attention_by_span(
@@ -233,7 +254,7 @@ class FamilyDecoder:
                 return self._forward_aux(aux_layers, **inputs, attention_mask={"unused": None})  # no mask of all rows
         if step.latent:
             inputs["past_key_values"] = step  # its modules cache latents before expanding them
-        with ragged_attention_in(self.config), forwards_replaced(self._recurrent, _recurrence_by_span):
+        with ragged_attention_in(self.config), forwards_replaced(self._recurrent, _recurrence):
             return self._forward_aux(aux_layers, **inputs)
 
     def forward_padded(self, documents: Sequence[Sequence[int]], aux_layers: tuple[int, ...]) -> AuxOutput:

@@ -3,9 +3,9 @@
    products     y = x W^T + b                    weights read once, at the speed of memory, for up to some ten rows;
                                                  they may be bfloat16
    layers       the parts of a Llama layer before and after its attention, around the products
-   attention    requests with few rows each attend to keys and values in blocks
+   attention    requests with few rows each attend to keys and values in pages; also in bfloat16
 
-   In bfloat16: RMS norms, and attention of one new token per sequence of a batch.
+   In bfloat16 also: RMS norms.
 
    The order of a row's sums does not depend on other rows, requests or threads, so its result is the same to the last
    bit.
@@ -48,12 +48,41 @@ static inline void store(float *to, Lanes x, int64_t count) {
         memcpy(to, &x, sizeof(float) * count);
 }
 
-/* A bfloat16 is the upper half of a float32, so a word of two of them is two floats after a shift and a mask. */
+/* A bfloat16 is the upper half of a float32, so a word of two of them is two floats after a shift and a mask: rows of
+   bfloat16 are pairs of vectors, of their even elements and of the odd ones. */
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint32_t LooseWords __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
 static inline Lanes even_half(Words x) { return (Lanes)(x << 16); }
 static inline Lanes odd_half(Words x) { return (Lanes)(x & 0xffff0000u); }
+
+static inline float widened(uint16_t x) {
+    union { uint32_t bits; float value; } word = {.bits = (uint32_t)x << 16};
+    return word.value;
+}
+
+/* Round to nearest, ties to even; the upper halves are the results. */
+static inline Words rounded(Lanes x) {
+    const Words bits = (Words)x;
+    return bits + 0x7fff + (bits >> 16 & 1);
+}
+
+static inline Words joined(Lanes even, Lanes odd) { return rounded(even) >> 16 | (rounded(odd) & 0xffff0000u); }
+
+/* `count` elements, up to twice LANES. */
+static inline Words load_words(const uint16_t *from, int64_t count) {
+    if (count >= 2 * LANES) return *(const LooseWords *)from;
+    uint16_t part[2 * LANES] __attribute__((aligned(4 * LANES))) = {0};
+    memcpy(part, from, sizeof(uint16_t) * count);
+    return *(const LooseWords *)part;
+}
+
+static inline void store_words(uint16_t *to, Words x, int64_t count) {
+    if (count >= 2 * LANES)
+        *(LooseWords *)to = x;
+    else
+        memcpy(to, &x, sizeof(uint16_t) * count);
+}
 
 /* Compute exp(x) for x <= 0, within 2 units in the last place (Cephes' expf); 0 below -87, where float32 ends. */
 static inline float exponential(float x) {
@@ -69,6 +98,17 @@ static inline float exponential(float x) {
     p = p * r * r + r + 1.0f;
     union { int32_t bits; float value; } power = {.bits = ((int32_t)n + 127) * (1 << 23)};
     return x > -87.0f ? p * power.value : 0.0f;
+}
+
+/* Compute tanh(x) within 2 units in the last place (Cephes' tanhf). */
+static inline float hyperbolic_tangent(float x) {
+    const float size = fabsf(x), z = x * x, e = exponential(-2.0f * size), far = (1.0f - e) / (1.0f + e);
+    float p = -5.70498872745e-3f;
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    return size < 0.625f ? p * z * x + x : copysignf(far, x);
 }
 
 /* ------------------------------------------------------------------------------------------------------------------
@@ -317,200 +357,390 @@ void after_attention(const Layer *layer, const float *attention, float *hidden, 
 }
 
 /* ------------------------------------------------------------------------------------------------------------------
-   Attention.
+   Attention of requests with few rows each over their pages of one pool, in float32 or, if `halved`, in bfloat16 with
+   float32 sums (target/paged_attention.py has the pages and what rows see).
 
-       row i of a request, key head h:   o_i = sum_n softmax_n(q_i k_n / scale) v_n     over the n that row i sees
+       row i of a request, key head h:   o_i = sum_n softmax_n(cap(scale q_i k_n)) v_n     over the n that row i sees
 
-   All requests and key heads are one parallel loop. KEYS keys at a time are transposed, so that vectors sum
-   their products with a query.
+   cap(s) is s or softcap tanh(s / softcap); a sink is one more term of the softmax's sum, without a value. Requests, key
+   heads and tiles of TILE query rows (tokens times query heads) are one parallel loop, and a tile reads each key once.
+   KEYS keys at a time are transposed, so that vectors sum their products with a query; of bfloat16 the words, which hold
+   two elements each.
+
+   Scores are in the order of positions, from a multiple of KEYS on, without rows that are not seen. So a row has the same
+   bits alone, behind other rows, beside other requests and in every tree that its path is part of.
    ------------------------------------------------------------------------------------------------------------------ */
 
-#define KEYS 16 /* that are transposed at once */
+#define KEYS 16      /* that are transposed at once */
+#define TILE 64      /* query rows */
+#define MOST_SEEN 64 /* rows of a request: bits of a word */
 
-/* `first_*`: index of a request's part of an array. `low`: the first position that a row sees, row by row.
-   `sees`: which of the request's new rows a row sees, [rows, rows]. Sizes are in floats. */
+/* `sees`: rows of its request as bits; of these a row sees none behind it. */
 typedef struct {
-    int64_t requests, block_size, widest;
-    const int64_t *first_row, *rows, *past, *first_block, *first_seen, *low, *blocks;
-    const uint8_t *sees;
+    int64_t position;
+    uint64_t sees;
+} Row;
+
+typedef struct {
+    int64_t first_row, rows, past, first_page;
+} Request;
+
+/* Position p of a request is in slot p % page_size of its page p / page_size, its new rows in the slots from `past` on. */
+typedef struct {
+    int64_t requests, page_size;
+    const Request *request;
+    const Row *row;
+    const int64_t *pages;
 } Requests;
 
+/* Strides of heads, slots and rows are in elements. `window`: visible positions with the row's, 0: all; `softcap` 0: none;
+   `sinks`: NULL or [heads]. */
 typedef struct {
-    int64_t kv_heads, groups, head_dim, head_stride, query_row, query_head;
-    float scale;
+    int64_t kv_heads, groups, key_dim, value_dim, key_head, key_slot, value_head, value_slot, query_row, query_head, window;
+    float scale, softcap;
+    const float *sinks;
 } Shapes;
 
-/* scores [rows (1 to 4), KEYS] of queries [rows, E] with KEYS keys, whose element e of key j is transposed[e][j]. */
+#define FIRST(k, d) ((k) & (d) ? LANES + (k) - (d) : (k))
+#define SECOND(k, d) ((k) & (d) ? LANES + (k) : (k) + (d))
+#define FOUR(mask, k, d) mask(k, d), mask(k + 1, d), mask(k + 2, d), mask(k + 3, d)
+#define EIGHT(mask, k, d) FOUR(mask, k, d), FOUR(mask, k + 4, d)
+#if LANES == 16
+#define LANES_OF(mask, d) ((Words){EIGHT(mask, 0, d), EIGHT(mask, 8, d)})
+#else
+#define LANES_OF(mask, d) ((Words){EIGHT(mask, 0, d)})
+#endif
+
+/* transposed [words, KEYS] of the words of KEYS keys: vectors exchange blocks of 1, 2, 4, .. words. */
+static inline __attribute__((always_inline)) void transpose(uint32_t *transposed, const char *const *key,
+                                                            int64_t words) {
+    int64_t w = 0;
+#ifndef __clang__ /* which has no __builtin_shuffle */
+    for (; w + LANES <= words; w += LANES)
+        for (int64_t j = 0; j < KEYS; j += LANES) {
+            Words x[LANES];
+            for (int i = 0; i < LANES; i++) x[i] = *(const LooseWords *)(key[j + i] + sizeof(uint32_t) * w);
+#define EXCHANGE(d)                                                          \
+    for (int i = 0; i < LANES; i++)                                          \
+        if (!(i & d)) {                                                      \
+            const Words a = x[i], b = x[i + d];                              \
+            x[i] = __builtin_shuffle(a, b, LANES_OF(FIRST, d));              \
+            x[i + d] = __builtin_shuffle(a, b, LANES_OF(SECOND, d));         \
+        }
+            EXCHANGE(1)
+            EXCHANGE(2)
+            EXCHANGE(4)
+#if LANES == 16
+            EXCHANGE(8)
+#endif
+#undef EXCHANGE
+            for (int i = 0; i < LANES; i++) *(LooseWords *)(transposed + (w + i) * KEYS + j) = x[i];
+        }
+#endif
+    for (; w < words; w++)
+        for (int64_t j = 0; j < KEYS; j++)
+            memcpy(transposed + w * KEYS + j, key[j] + sizeof(uint32_t) * w, sizeof(uint32_t));
+}
+
+/* scores [rows (1 to GROUP), KEYS] of queries [rows, E] with KEYS keys, whose word w of key j is transposed[w][j]. */
 static inline __attribute__((always_inline)) void score(float *scores, int64_t scores_row, const float *queries,
-                                                        int64_t queries_row, const float *transposed, const int rows,
-                                                        const int64_t E) {
-    Lanes sum[4][KEYS / LANES];
+                                                        int64_t queries_row, const uint32_t *transposed, const int rows,
+                                                        const int64_t E, const int halved) {
+    Lanes sum[GROUP][KEYS / LANES];
     for (int i = 0; i < rows; i++)
         for (int v = 0; v < KEYS / LANES; v++) sum[i][v] = (Lanes){0};
-    for (int64_t e = 0; e < E; e++)
+    for (int64_t w = 0; w < (halved ? E / 2 : E); w++)
         for (int v = 0; v < KEYS / LANES; v++) {
-            const Lanes keys = *(const Lanes *)(transposed + e * KEYS + v * LANES);
-            for (int i = 0; i < rows; i++) sum[i][v] += queries[i * queries_row + e] * keys;
+            const Words keys = *(const LooseWords *)(transposed + w * KEYS + v * LANES);
+            if (halved) {
+                const Lanes even = even_half(keys), odd = odd_half(keys);
+                for (int i = 0; i < rows; i++) sum[i][v] += queries[i * queries_row + 2 * w] * even;
+                for (int i = 0; i < rows; i++) sum[i][v] += queries[i * queries_row + 2 * w + 1] * odd;
+            } else
+                for (int i = 0; i < rows; i++) sum[i][v] += queries[i * queries_row + w] * (Lanes)keys;
         }
     for (int i = 0; i < rows; i++)
         for (int v = 0; v < KEYS / LANES; v++) store(scores + i * scores_row + v * LANES, sum[i][v], LANES);
 }
 
-/* A position: its block of the request, and its place in the block. */
+static inline __attribute__((always_inline)) void score_rows(float *scores, int64_t scores_row, const float *queries,
+                                                             int64_t queries_row, const uint32_t *transposed,
+                                                             int64_t rows, const int64_t E, const int halved) {
+    const int64_t groups = (rows + GROUP - 1) / GROUP, group = (rows + groups - 1) / groups;
+    for (int64_t i = 0; i < rows; i += group) {
+        float *to = scores + i * scores_row;
+        const float *from = queries + i * queries_row;
+#define CASE(count)                                                                        \
+    case count:                                                                            \
+        score(to, scores_row, from, queries_row, transposed, count, E, halved);            \
+        break
+        switch (rows - i < group ? rows - i : group) {
+            CASE(1);
+            CASE(2);
+            CASE(3);
+            CASE(4);
+            CASE(5);
+            CASE(6);
+#if GROUP == 8
+            CASE(7);
+            CASE(8);
+#endif
+        }
+#undef CASE
+    }
+}
+
+/* The first position that a row sees under a sliding window. */
+static inline int64_t lowest(const Row *row, int64_t window) {
+    return window > 0 && row->position >= window ? row->position + 1 - window : 0;
+}
+
+/* Turn the scores of row t, [S] by slots from `low` on, into the weights of the values in these slots; `sink`: NULL or its
+   head's. */
+static void weigh(float *scores, const Shapes *shapes, const Row *rows, int64_t t, int64_t past, int64_t low, int64_t S,
+                  const float *sink) {
+    const int64_t from = lowest(rows + t, shapes->window), hidden = (from < past ? from : past) - low;
+    float *own = scores + past - low, kept[MOST_SEEN], most = sink == NULL ? -INFINITY : *sink, total = 0.0f;
+    if (shapes->softcap > 0.0f) {
+        const float cap = shapes->softcap;
+#pragma omp simd
+        for (int64_t n = 0; n < S; n++) scores[n] = cap * hyperbolic_tangent(scores[n] / cap);
+    }
+    /* Its own rows move from slots to positions, where those that it does not see leave no gap. */
+    memcpy(kept, own, sizeof(float) * (t + 1));
+    for (int64_t n = 0; n < hidden; n++) scores[n] = -INFINITY;
+    for (int64_t n = past - low; n < S; n++) scores[n] = -INFINITY;
+#define SEEN(j) ((rows[t].sees >> (j) & 1) && rows[j].position >= from)
+    for (int64_t j = 0; j <= t; j++)
+        if (SEEN(j)) scores[rows[j].position - low] = kept[j];
+#pragma omp simd reduction(max : most)
+    for (int64_t n = 0; n < S; n++) most = scores[n] > most ? scores[n] : most;
+#pragma omp simd reduction(+ : total)
+    for (int64_t n = 0; n < S; n++) {
+        scores[n] = exponential(scores[n] - most);
+        total += scores[n];
+    }
+    if (sink != NULL) total += exponential(*sink - most);
+    const float inverse = 1.0f / total;
+#pragma omp simd
+    for (int64_t n = 0; n < S; n++) scores[n] *= inverse;
+    for (int64_t j = 0; j <= t; j++) kept[j] = SEEN(j) ? scores[rows[j].position - low] : 0.0f;
+#undef SEEN
+    memset(own, 0, sizeof(float) * (S - (past - low)));
+    memcpy(own, kept, sizeof(float) * (t + 1));
+}
+
+/* A position: its page of the request, and its place in the page. */
 typedef struct {
-    int64_t block, place;
+    int64_t page, place;
 } Place;
 
-static inline int64_t next_slot(Place *at, const int64_t *blocks, int64_t size) {
-    const int64_t slot = blocks[at->block] * size + at->place;
-    if (++at->place == size) *at = (Place){at->block + 1, 0};
-    return slot;
-}
-
-/* sums of `rows` (1 or 2) rows += scores times values, in the vectors c .. c + CHUNKS - 1 of E. */
-static inline __attribute__((always_inline)) void add_values(Lanes *sums, int64_t sums_row, const float *scores,
-                                                             int64_t scores_row, const float *const *value,
-                                                             int64_t count, int64_t c, const int rows, const int64_t E) {
-    Lanes sum[2][CHUNKS];
-    for (int i = 0; i < rows; i++)
-        for (int k = 0; k < CHUNKS; k++)
-            if ((c + k) * LANES < E) sum[i][k] = sums[i * sums_row + k];
-    for (int64_t j = 0; j < count; j++)
-        for (int k = 0; k < CHUNKS; k++)
-            if ((c + k) * LANES < E) {
-                const Lanes x = load(value[j] + (c + k) * LANES, E - (c + k) * LANES);
-                for (int i = 0; i < rows; i++) sum[i][k] += scores[i * scores_row + j] * x;
-            }
-    for (int i = 0; i < rows; i++)
-        for (int k = 0; k < CHUNKS; k++)
-            if ((c + k) * LANES < E) sums[i * sums_row + k] = sum[i][k];
-}
-
-/* Rows of request r and key head h. E is head_dim; if it is a constant, the compiler unrolls loops over it. */
-static inline __attribute__((always_inline)) void attend_head(const Requests *all, const Shapes *shapes, int64_t r,
-                                                              int64_t h, const float *q, const float *keys,
-                                                              const float *values, float *out, void *scratch,
-                                                              const int64_t E) {
-    const int64_t G = shapes->groups, T = all->rows[r], Q = T * G, past = all->past[r], first = all->first_row[r];
-    const int64_t *blocks = all->blocks + all->first_block[r], *lows = all->low + first, size = all->block_size;
-    const uint8_t *sees = all->sees + all->first_seen[r];
-    int64_t low = past;
-    for (int64_t t = 0; t < T; t++) low = lows[t] < low ? lows[t] : low;
-    const int64_t N = past + T - low, S = (N + KEYS - 1) / KEYS * KEYS, C = (E + LANES - 1) / LANES;
-    Lanes *queries = scratch, *sums = queries + Q * C;
-    float *transposed = (float *)(sums + Q * C), *scores = transposed + E * KEYS;
-    const float *at[KEYS];
-    keys += h * shapes->head_stride;
-    values += h * shapes->head_stride;
-    for (int64_t i = 0; i < Q; i++)
-        for (int64_t c = 0; c < C; c++) {
-            const float *from = q + (first + i / G) * shapes->query_row + (h * G + i % G) * shapes->query_head;
-            queries[i * C + c] = load(from + c * LANES, E - c * LANES) * shapes->scale;
-            sums[i * C + c] = (Lanes){0};
+/* Addresses of the next KEYS slots; those behind the first `count` repeat the first. They are fetched: processors do not
+   by themselves across pages, quickly enough. */
+static inline void next_slots(const char **at, Place *place, const int64_t *pages, int64_t size, const char *memory,
+                              int64_t slot_bytes, int64_t row_bytes, int64_t count) {
+    for (int64_t j = 0; j < KEYS; j++) {
+        if (j >= count) {
+            at[j] = at[0];
+            continue;
         }
+        at[j] = memory + (pages[place->page] * size + place->place) * slot_bytes;
+        if (++place->place == size) *place = (Place){place->page + 1, 0};
+        for (int64_t b = 0; b < row_bytes; b += sizeof(float) * CACHE_LINE) __builtin_prefetch(at[j] + b, 0, 2);
+    }
+}
+
+/* sums of `rows` (1 or 2) rows += weights times values, in CHUNKS vectors from `offset` bytes on, with `left` elements. */
+static inline __attribute__((always_inline)) void add_values(Lanes *sums, int64_t sums_row, const float *weights,
+                                                             int64_t weights_row, const char *const *value,
+                                                             int64_t offset, int64_t count, const int rows,
+                                                             const int64_t left, const int halved) {
+    const int64_t vectors = halved ? (left + 2 * LANES - 1) / (2 * LANES) * 2 : (left + LANES - 1) / LANES;
+    Lanes sum[2][CHUNKS], x[CHUNKS];
+    for (int i = 0; i < rows; i++)
+        for (int k = 0; k < CHUNKS; k++)
+            if (k < vectors) sum[i][k] = sums[i * sums_row + k];
+    for (int64_t j = 0; j < count; j++) {
+        for (int k = 0; k < CHUNKS; k += 1 + halved)
+            if (k < vectors) {
+                if (halved) {
+                    const Words words = load_words((const uint16_t *)(value[j] + offset) + k * LANES, left - k * LANES);
+                    x[k] = even_half(words), x[k + 1] = odd_half(words);
+                } else
+                    x[k] = load((const float *)(value[j] + offset) + k * LANES, left - k * LANES);
+            }
+        for (int k = 0; k < CHUNKS; k++)
+            if (k < vectors)
+                for (int i = 0; i < rows; i++) sum[i][k] += weights[i * weights_row + j] * x[k];
+    }
+    for (int i = 0; i < rows; i++)
+        for (int k = 0; k < CHUNKS; k++)
+            if (k < vectors) sums[i * sums_row + k] = sum[i][k];
+}
+
+static inline __attribute__((always_inline)) void add_rows(Lanes *sums, int64_t sums_row, const float *weights,
+                                                           int64_t weights_row, const char *const *value, int64_t offset,
+                                                           int64_t count, int64_t rows, const int64_t left,
+                                                           const int halved) {
+    int64_t i = 0;
+    for (; i + 1 < rows; i += 2)
+        add_values(sums + i * sums_row, sums_row, weights + i * weights_row, weights_row, value, offset, count, 2, left,
+                   halved);
+    if (i < rows)
+        add_values(sums + i * sums_row, sums_row, weights + i * weights_row, weights_row, value, offset, count, 1, left,
+                   halved);
+}
+
+/* Query rows `begin` and on of a request and key head h. E and F are key_dim and value_dim; if they are constants, the
+   compiler unrolls loops over them. */
+static inline __attribute__((always_inline)) void attend_tile(const Requests *all, const Shapes *shapes, int64_t r,
+                                                              int64_t h, int64_t begin, const char *q, const char *keys,
+                                                              const char *values, char *out, void *scratch,
+                                                              const int64_t E, const int64_t F, const int halved) {
+    const int64_t G = shapes->groups, bytes = halved ? sizeof(uint16_t) : sizeof(float), size = all->page_size;
+    const Request *request = all->request + r;
+    const Row *rows = all->row + request->first_row;
+    const int64_t *pages = all->pages + request->first_page, past = request->past, rest = request->rows * G - begin;
+    const int64_t Q = rest < TILE ? rest : TILE, first = begin / G, last = (begin + Q - 1) / G;
+    const int64_t C = (E + LANES - 1) / LANES, words = halved ? E / 2 : E;
+    const int64_t V = halved ? (F + 2 * LANES - 1) / (2 * LANES) * 2 : (F + LANES - 1) / LANES;
+    int64_t low = past;
+    for (int64_t t = first; t <= last; t++) {
+        const int64_t from = lowest(rows + t, shapes->window);
+        low = from < low ? from : low;
+    }
+    low = low / KEYS * KEYS;
+    const int64_t N = past + last + 1 - low, S = (N + KEYS - 1) / KEYS * KEYS;
+    float *queries = scratch;
+    Lanes *sums = (Lanes *)(queries + Q * C * LANES);
+    uint32_t *transposed = (uint32_t *)(sums + Q * V);
+    float *scores = (float *)(transposed + words * KEYS);
+    const char *at[2][KEYS]; /* of this block and of the next, which is fetched meanwhile */
+    keys += h * shapes->key_head * bytes;
+    values += h * shapes->value_head * bytes;
+    for (int64_t i = 0; i < Q; i++) {
+        const int64_t row = request->first_row + (begin + i) / G, head = h * G + (begin + i) % G;
+        const char *from = q + (row * shapes->query_row + head * shapes->query_head) * bytes;
+        for (int64_t e = 0; e < E; e++) {
+            const float x = halved ? widened(((const uint16_t *)from)[e]) : ((const float *)from)[e];
+            queries[i * C * LANES + e] = x * shapes->scale;
+        }
+        for (int64_t c = 0; c < V; c++) sums[i * V + c] = (Lanes){0};
+    }
     Place place = {low / size, low % size};
-    for (int64_t n = 0; n < S; n += KEYS) {
-        /* Fill the block by repeating its first key; those scores are not read. */
-        for (int64_t j = 0; j < KEYS; j++) at[j] = keys + (n + j < N ? next_slot(&place, blocks, size) * E : at[0] - keys);
-        for (int64_t e = 0; e < E; e++)
-            for (int64_t j = 0; j < KEYS; j++) transposed[e * KEYS + j] = at[j][e];
-        int64_t i = 0;
-        for (; i + 4 <= Q; i += 4)
-            score(scores + i * S + n, S, (const float *)(queries + i * C), C * LANES, transposed, 4, E);
-        for (; i < Q; i++) score(scores + i * S + n, S, (const float *)(queries + i * C), C * LANES, transposed, 1, E);
+    next_slots(at[0], &place, pages, size, keys, shapes->key_slot * bytes, E * bytes, N);
+    for (int64_t n = 0; n < N; n += KEYS) {
+        if (n + KEYS < N)
+            next_slots(at[n / KEYS % 2 ^ 1], &place, pages, size, keys, shapes->key_slot * bytes, E * bytes,
+                       N - n - KEYS);
+        transpose(transposed, at[n / KEYS % 2], words);
+        score_rows(scores + n, S, queries, C * LANES, transposed, Q, E, halved);
     }
     for (int64_t i = 0; i < Q; i++) {
-        float *row = scores + i * S, most = -INFINITY, total = 0.0f;
-        const int64_t t = i / G;
-        for (int64_t n = 0; n < lows[t] - low; n++) row[n] = -INFINITY;
-        for (int64_t j = 0; j < T; j++)
-            if (!sees[t * T + j]) row[past - low + j] = -INFINITY;
-        for (int64_t n = N; n < S; n++) row[n] = -INFINITY;
-#pragma omp simd reduction(max : most)
-        for (int64_t n = 0; n < S; n++) most = row[n] > most ? row[n] : most;
-#pragma omp simd reduction(+ : total)
-        for (int64_t n = 0; n < S; n++) {
-            row[n] = exponential(row[n] - most);
-            total += row[n];
-        }
-        const float inverse = 1.0f / total;
-#pragma omp simd
-        for (int64_t n = 0; n < S; n++) row[n] *= inverse;
+        const float *sink = shapes->sinks == NULL ? NULL : shapes->sinks + h * G + (begin + i) % G;
+        weigh(scores + i * S, shapes, rows, (begin + i) / G, past, low, S, sink);
     }
     place = (Place){low / size, low % size};
+    next_slots(at[0], &place, pages, size, values, shapes->value_slot * bytes, F * bytes, N);
     for (int64_t n = 0; n < N; n += KEYS) {
+        const char *const *value = at[n / KEYS % 2];
         const int64_t count = N - n < KEYS ? N - n : KEYS;
-        for (int64_t j = 0; j < count; j++) at[j] = values + next_slot(&place, blocks, size) * E;
-        for (int64_t c = 0; c < C; c += CHUNKS) {
-            int64_t i = 0;
-            for (; i + 1 < Q; i += 2) add_values(sums + i * C + c, C, scores + i * S + n, S, at, count, c, 2, E);
-            if (i < Q) add_values(sums + i * C + c, C, scores + i * S + n, S, at, count, c, 1, E);
+        if (n + KEYS < N)
+            next_slots(at[n / KEYS % 2 ^ 1], &place, pages, size, values, shapes->value_slot * bytes, F * bytes,
+                       N - n - KEYS);
+        for (int64_t c = 0; c < V; c += CHUNKS) {
+            const int64_t left = F - c * LANES, offset = c * LANES * bytes;
+            if (left >= CHUNKS * LANES)
+                add_rows(sums + c, V, scores + n, S, value, offset, count, Q, CHUNKS * LANES, halved);
+            else
+                add_rows(sums + c, V, scores + n, S, value, offset, count, Q, left, halved);
         }
     }
-    for (int64_t i = 0; i < Q; i++)
-        for (int64_t c = 0; c < C; c++) {
-            float *to = out + (((first + i / G) * shapes->kv_heads + h) * G + i % G) * E + c * LANES;
-            store(to, sums[i * C + c], E - c * LANES);
-        }
+    for (int64_t i = 0; i < Q; i++) {
+        const int64_t row = request->first_row + (begin + i) / G, head = h * G + (begin + i) % G;
+        char *to = out + (row * shapes->kv_heads * G + head) * F * bytes;
+        for (int64_t c = 0; c < V; c += 1 + halved)
+            if (halved)
+                store_words((uint16_t *)to + c * LANES, joined(sums[i * V + c], sums[i * V + c + 1]), F - c * LANES);
+            else
+                store((float *)to + c * LANES, sums[i * V + c], F - c * LANES);
+    }
 }
 
-/* Bytes of scratch that a thread needs for these requests. */
+static int64_t most_rows(const Requests *all) {
+    int64_t most = 0;
+    for (int64_t r = 0; r < all->requests; r++) most = all->request[r].rows > most ? all->request[r].rows : most;
+    return most;
+}
+
+/* Bytes of scratch that a thread needs for these requests: queries, sums, transposed keys and scores of a tile. */
 static size_t scratch_bytes(const Requests *all, const Shapes *shapes) {
-    const int64_t lanes = (shapes->head_dim + LANES - 1) / LANES * LANES;
-    /* Queries, sums and transposed keys; scores come per request. */
-    const int64_t floats = all->widest * shapes->groups * 2 * lanes + shapes->head_dim * KEYS;
+    const int64_t rows = most_rows(all) * shapes->groups, E = shapes->key_dim, F = shapes->value_dim;
     int64_t most = 0;
     for (int64_t r = 0; r < all->requests; r++) {
-        const int64_t positions = all->past[r] + all->rows[r] + KEYS;
-        const int64_t scores = all->rows[r] * shapes->groups * positions;
-        most = scores > most ? scores : most;
+        const int64_t past = all->request[r].past, seen = shapes->window + KEYS;
+        const int64_t positions = (shapes->window > 0 && seen < past ? seen : past) + all->request[r].rows + KEYS;
+        most = positions > most ? positions : most;
     }
-    return (sizeof(float) * (floats + most) / sizeof(Lanes) + 1) * sizeof(Lanes);
+    const int64_t floats = (rows < TILE ? rows : TILE) * (E + F + 3 * LANES + most) + E * KEYS;
+    return (sizeof(float) * floats / sizeof(Lanes) + 1) * sizeof(Lanes);
 }
 
-/* The threads of the enclosing parallel region share the work. */
-static void attend_all(const Requests *all, const Shapes *shapes, const float *q, const float *keys,
-                       const float *values, float *out, size_t bytes, int *failed) {
+static inline __attribute__((always_inline)) void attend_tiles(const Requests *all, const Shapes *shapes, const char *q,
+                                                               const char *keys, const char *values, char *out,
+                                                               size_t bytes, int *failed, const int halved) {
+    const int64_t E = shapes->key_dim, F = shapes->value_dim;
+    const int64_t tiles = (most_rows(all) * shapes->groups + TILE - 1) / TILE;
     void *scratch = aligned_alloc(sizeof(Lanes), bytes);
     if (scratch == NULL) {
 #pragma omp atomic write
         *failed = 1;
     }
-#pragma omp for schedule(dynamic, 1) collapse(2)
+#pragma omp for schedule(dynamic, 1) collapse(3)
     for (int64_t r = 0; r < all->requests; r++)
-        for (int64_t h = 0; h < shapes->kv_heads; h++) {
-            if (scratch == NULL) continue;
-            if (shapes->head_dim == 64)
-                attend_head(all, shapes, r, h, q, keys, values, out, scratch, 64);
-            else if (shapes->head_dim == 128)
-                attend_head(all, shapes, r, h, q, keys, values, out, scratch, 128);
-            else
-                attend_head(all, shapes, r, h, q, keys, values, out, scratch, shapes->head_dim);
-        }
+        for (int64_t h = 0; h < shapes->kv_heads; h++)
+            for (int64_t tile = 0; tile < tiles; tile++) {
+                if (scratch == NULL || tile * TILE >= all->request[r].rows * shapes->groups) continue;
+                if (E == 64 && F == 64)
+                    attend_tile(all, shapes, r, h, tile * TILE, q, keys, values, out, scratch, 64, 64, halved);
+                else if (E == 128 && F == 128)
+                    attend_tile(all, shapes, r, h, tile * TILE, q, keys, values, out, scratch, 128, 128, halved);
+                else
+                    attend_tile(all, shapes, r, h, tile * TILE, q, keys, values, out, scratch, E, F, halved);
+            }
     free(scratch);
 }
 
-/* q: [T, heads, E] with strides; keys, values: [kv_heads, slots, E]; out: [T, heads, E]. 0, or 1 without memory. */
-int attend(const Requests *all, const Shapes *shapes, const float *q, const float *keys, const float *values, float *out,
-           int threads) {
+/* The threads of the enclosing parallel region share the work. */
+static void attend_floats(const Requests *all, const Shapes *shapes, const void *q, const void *keys, const void *values,
+                          void *out, size_t bytes, int *failed) {
+    attend_tiles(all, shapes, q, keys, values, out, bytes, failed, 0);
+}
+
+static void attend_halves(const Requests *all, const Shapes *shapes, const void *q, const void *keys, const void *values,
+                          void *out, size_t bytes, int *failed) {
+    attend_tiles(all, shapes, q, keys, values, out, bytes, failed, 1);
+}
+
+/* q: [T, heads, key_dim] with strides; keys, values: [kv_heads, slots, key_dim or value_dim] with strides; out: [T, heads,
+   value_dim]; all are bfloat16 with even dims, if `halved`. 0, or 1 without memory. */
+int attend(const Requests *all, const Shapes *shapes, const void *q, const void *keys, const void *values, void *out,
+           int halved, int threads) {
     const size_t bytes = scratch_bytes(all, shapes);
     int failed = 0;
 #pragma omp parallel num_threads(threads)
-    attend_all(all, shapes, q, keys, values, out, bytes, &failed);
+    {
+        if (halved)
+            attend_halves(all, shapes, q, keys, values, out, bytes, &failed);
+        else
+            attend_floats(all, shapes, q, keys, values, out, bytes, &failed);
+    }
     return failed;
 }
 
 /* ------------------------------------------------------------------------------------------------------------------
-   bfloat16: RMS norms, and attention of one new token per sequence, for plain decoding of a batch.
-
-   The even elements of a row and the odd ones are two vectors, and sums are kept in these two halves until they are
-   written. Every key and value is read once for all queries of its head, in the order of memory; left padding is
-   skipped.
+   bfloat16: RMS norms.
    ------------------------------------------------------------------------------------------------------------------ */
-
-#define STEP_QUERIES 4 /* whose sums are in registers */
-#define STEP_WORDS (64 / LANES) /* vectors of words of a head, at most */
-#define STEP_AHEAD 32 /* keys and values that are fetched ahead; processors do not by themselves, quickly enough */
 
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Four __attribute__((vector_size(16)));
@@ -526,14 +756,6 @@ static inline float lanes_sum(Lanes x) {
     l += h;
     return (l[0] + l[2]) + (l[1] + l[3]);
 }
-
-/* Round to nearest, ties to even; the upper halves are the results. */
-static inline Words rounded(Lanes x) {
-    const Words bits = (Words)x;
-    return bits + 0x7fff + (bits >> 16 & 1);
-}
-
-static inline Words joined(Lanes even, Lanes odd) { return rounded(even) >> 16 | (rounded(odd) & 0xffff0000u); }
 
 /* RMS norm of rows in bfloat16, [rows, count], count a multiple of twice LANES; sums are float32. */
 void normalise_bfloat16(const uint16_t *x, const uint16_t *weights, uint16_t *to, int64_t rows, int64_t count, float eps,
@@ -555,114 +777,6 @@ void normalise_bfloat16(const uint16_t *x, const uint16_t *weights, uint16_t *to
     }
 }
 
-/* `rows` queries (1 to STEP_QUERIES) of one key head over the N keys and values in `blocks` from `start` on;
-   scores: [rows, N]. */
-static inline __attribute__((always_inline)) void step_queries(const Shapes *shapes, const uint16_t *q,
-                                                               const uint16_t *keys, const uint16_t *values,
-                                                               const int64_t *blocks, int64_t size, Place start,
-                                                               uint16_t *out, float *scores, int64_t N,
-                                                               const int rows, const int64_t E) {
-    const int64_t C = E / (2 * LANES);
-    Lanes even[STEP_QUERIES][STEP_WORDS], odd[STEP_QUERIES][STEP_WORDS];
-    for (int i = 0; i < rows; i++)
-        for (int64_t c = 0; c < C; c++) {
-            const Words x = *(const LooseWords *)(q + i * shapes->query_head + 2 * c * LANES);
-            even[i][c] = even_half(x) * shapes->scale, odd[i][c] = odd_half(x) * shapes->scale;
-        }
-    Place place = start;
-    for (int64_t n = 0; n < N; n++) {
-        Lanes sum[STEP_QUERIES];
-        const uint16_t *key = keys + next_slot(&place, blocks, size) * E;
-        for (int64_t e = 0; e < E; e += 2 * CACHE_LINE) __builtin_prefetch(key + STEP_AHEAD * E + e, 0, 2);
-        for (int64_t c = 0; c < C; c++) {
-            const Words x = *(const LooseWords *)(key + 2 * c * LANES);
-            for (int i = 0; i < rows; i++) {
-                const Lanes products = even[i][c] * even_half(x) + odd[i][c] * odd_half(x);
-                sum[i] = c == 0 ? products : sum[i] + products;
-            }
-        }
-        for (int i = 0; i < rows; i++) scores[i * N + n] = lanes_sum(sum[i]);
-    }
-    for (int i = 0; i < rows; i++) {
-        float *row = scores + i * N, most = -INFINITY, total = 0.0f;
-#pragma omp simd reduction(max : most)
-        for (int64_t n = 0; n < N; n++) most = row[n] > most ? row[n] : most;
-#pragma omp simd reduction(+ : total)
-        for (int64_t n = 0; n < N; n++) {
-            row[n] = exponential(row[n] - most);
-            total += row[n];
-        }
-        const float inverse = 1.0f / total;
-#pragma omp simd
-        for (int64_t n = 0; n < N; n++) row[n] *= inverse;
-        for (int64_t c = 0; c < C; c++) even[i][c] = odd[i][c] = (Lanes){0};
-    }
-    place = start;
-    for (int64_t n = 0; n < N; n++) {
-        const uint16_t *value = values + next_slot(&place, blocks, size) * E;
-        for (int64_t e = 0; e < E; e += 2 * CACHE_LINE) __builtin_prefetch(value + STEP_AHEAD * E + e, 0, 2);
-        for (int64_t c = 0; c < C; c++) {
-            const Words x = *(const LooseWords *)(value + 2 * c * LANES);
-            for (int i = 0; i < rows; i++) {
-                even[i][c] += scores[i * N + n] * even_half(x);
-                odd[i][c] += scores[i * N + n] * odd_half(x);
-            }
-        }
-    }
-    for (int i = 0; i < rows; i++)
-        for (int64_t c = 0; c < C; c++) *(LooseWords *)(out + i * E + 2 * c * LANES) = joined(even[i][c], odd[i][c]);
-}
-
-static inline __attribute__((always_inline)) void step_head(const Requests *all, const Shapes *shapes, int64_t r,
-                                                            int64_t h, const uint16_t *q, const uint16_t *keys,
-                                                            const uint16_t *values, uint16_t *out, float *scores,
-                                                            const int64_t E) {
-    const int64_t G = shapes->groups, row = all->first_row[r], low = all->low[row], N = all->past[r] + 1 - low;
-    const int64_t *blocks = all->blocks + all->first_block[r], size = all->block_size;
-    const Place start = {low / size, low % size};
-    keys += h * shapes->head_stride;
-    values += h * shapes->head_stride;
-    for (int64_t g = 0; g < G; g += STEP_QUERIES) {
-        const uint16_t *from = q + row * shapes->query_row + (h * G + g) * shapes->query_head;
-        uint16_t *to = out + ((row * shapes->kv_heads + h) * G + g) * E;
-        if (g + 4 <= G)
-            step_queries(shapes, from, keys, values, blocks, size, start, to, scores, N, 4, E);
-        else if (g + 3 == G)
-            step_queries(shapes, from, keys, values, blocks, size, start, to, scores, N, 3, E);
-        else if (g + 2 == G)
-            step_queries(shapes, from, keys, values, blocks, size, start, to, scores, N, 2, E);
-        else
-            step_queries(shapes, from, keys, values, blocks, size, start, to, scores, N, 1, E);
-    }
-}
-
-/* As `attend` in bfloat16, for requests of one row each; E 64 or 128. */
-int attend_step(const Requests *all, const Shapes *shapes, const uint16_t *q, const uint16_t *keys,
-                const uint16_t *values, uint16_t *out, int threads) {
-    int64_t most = 0;
-    for (int64_t r = 0; r < all->requests; r++) most = all->past[r] + 1 > most ? all->past[r] + 1 : most;
-    int failed = 0;
-#pragma omp parallel num_threads(threads)
-    {
-        float *scores = malloc(sizeof(float) * STEP_QUERIES * most);
-        if (scores == NULL) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(dynamic, 4) collapse(2)
-        for (int64_t r = 0; r < all->requests; r++)
-            for (int64_t h = 0; h < shapes->kv_heads; h++) {
-                if (scores == NULL) continue;
-                if (shapes->head_dim == 64)
-                    step_head(all, shapes, r, h, q, keys, values, out, scores, 64);
-                else
-                    step_head(all, shapes, r, h, q, keys, values, out, scores, 128);
-            }
-        free(scores);
-    }
-    return failed;
-}
-
 /* Compute a whole layer, hidden [rows, hidden] in place, for requests with few rows, in one parallel region.
    scratch: rows * (2 hidden + 3 inner + (2 heads + 2 kv_heads) head_dim). 0, or 1 without memory. */
 int whole_layer(const Layer *layer, const Requests *all, const Cache *cache, float scale, float *hidden,
@@ -670,8 +784,12 @@ int whole_layer(const Layer *layer, const Requests *all, const Cache *cache, flo
     const int64_t E = layer->head_dim, width = (layer->heads + 2 * layer->kv_heads) * E;
     const Shapes shapes = {.kv_heads = layer->kv_heads,
                            .groups = layer->heads / layer->kv_heads,
-                           .head_dim = E,
-                           .head_stride = cache->head_stride,
+                           .key_dim = E,
+                           .value_dim = E,
+                           .key_head = cache->head_stride,
+                           .key_slot = E,
+                           .value_head = cache->head_stride,
+                           .value_slot = E,
                            .query_row = width,
                            .query_head = E,
                            .scale = scale};
@@ -682,7 +800,7 @@ int whole_layer(const Layer *layer, const Requests *all, const Cache *cache, flo
 #pragma omp parallel num_threads(threads)
     {
         project(layer, hidden, cosine, sine, scratch, qkv, rows, cache);
-        attend_all(all, &shapes, qkv, cache->keys, cache->values, attended, bytes, &failed);
+        attend_floats(all, &shapes, qkv, cache->keys, cache->values, attended, bytes, &failed);
         feed_forward(layer, attended, hidden, inner, rows);
     }
     return failed;

@@ -1,8 +1,8 @@
 """Compile and call the CPU kernels.
 
-    float32     products of packed matrices, layers around their attention, whole layers, and attention of requests with
-                few rows each (a token, or a token and its drafts)
-    bfloat16    RMS norms, and attention of requests with one row each (plain decoding, as in regeneration)
+    float32     products of packed matrices, layers around their attention, whole layers
+    bfloat16    RMS norms
+    both        attention of requests with few rows each (a token and its drafts, or a tree), in one call for all
 
 A decoding step reads all weights once for a few rows. oneDNN's products are then slower than the memory, and for a
 small target PyTorch's operators take a third of a step between the products. The machine's C compiler builds a library
@@ -28,37 +28,35 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.target.attention import Branches
+from outrider.target.paged_attention import MOST_SEEN, Reader, tables
 from outrider.utils.files import cache_dir, write_atomically
 
-MOST_ROWS = 16  # maximum rows of a request in attention; for more, matrix products are faster
+MOST_ROWS = 16  # of a request in attention, without a tree: see `few`
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 _NATIVE = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
 _NORM_MULTIPLE = 32  # a row of a bfloat16 norm has a multiple of these elements, two vectors
-_STEP_HEADS = (64, 128)  # head dims of attention in bfloat16
-_SECONDS = 60  # time limit of the compiler
+_SECONDS = 300  # time limit of the compiler; some 20 on a quiet machine
 
 
 class _Requests(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("requests", "block_size", "widest")),
-        *((name, ctypes.c_void_p) for name in ("first_row", "rows", "past", "first_block", "first_seen", "low")),
-        ("blocks", ctypes.c_void_p),
-        ("sees", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("requests", "page_size")),
+        *((name, ctypes.c_void_p) for name in ("request", "row", "pages")),
     ]
 
 
 class _Shapes(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("kv_heads", "groups", "head_dim", "head_stride")),
-        *((name, ctypes.c_int64) for name in ("query_row", "query_head")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "groups", "key_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("key_head", "key_slot", "value_head", "value_slot")),
+        *((name, ctypes.c_int64) for name in ("query_row", "query_head", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        ("sinks", ctypes.c_void_p),
     ]
 
 
@@ -92,9 +90,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "product": (None, (ctypes.POINTER(_Matrix), _POINTER, _POINTER, _COUNT, _THREADS)),
     "before_attention": (None, (ctypes.POINTER(_Layer), *(_POINTER,) * 5, _COUNT, _THREADS)),
     "after_attention": (None, (ctypes.POINTER(_Layer), *(_POINTER,) * 3, _COUNT, _THREADS)),
-    **dict.fromkeys(
-        ("attend", "attend_step"),
-        (ctypes.c_int, (ctypes.POINTER(_Requests), ctypes.POINTER(_Shapes), *(_POINTER,) * 4, _THREADS)),
+    "attend": (
+        ctypes.c_int,
+        (ctypes.POINTER(_Requests), ctypes.POINTER(_Shapes), *(_POINTER,) * 4, ctypes.c_int, _THREADS),
     ),
     "normalise_bfloat16": (None, (*(_POINTER,) * 3, _COUNT, _COUNT, ctypes.c_float, _THREADS)),
     "whole_layer": (
@@ -152,15 +150,18 @@ def kernels_available(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype == torch.float32 and _compiled() is not None
 
 
-def attends(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
-    """Return whether `FewRows.attend` supports this type and head dim on this device."""
-    half = dtype == torch.bfloat16 and head_dim in _STEP_HEADS and device.type == "cpu" and _compiled() is not None
-    return half or kernels_available(dtype, device)
+def attends(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether `FewRows.attend` supports this type on this device."""
+    return dtype in (torch.float32, torch.bfloat16) and device.type == "cpu" and _compiled() is not None
 
 
-def most_rows(dtype: torch.dtype) -> int:
-    """Return the maximum rows of a request in `FewRows.attend` for this type."""
-    return 1 if dtype == torch.bfloat16 else MOST_ROWS
+def few(rows: int, tree: bool) -> bool:
+    """Return whether so many new rows of a request belong into `FewRows`: a token and its drafts, as a chain or a tree.
+
+    The more rows read a key, the more of the time is products: PyTorch's blocked ones are as fast for 32 rows and take
+    0.8 of the time for 64. So prompts attend one by one. Trees do not: their rows have the bits of plain decoding here.
+    """
+    return rows <= (MOST_SEEN if tree else MOST_ROWS)
 
 
 class PackedMatrix:
@@ -313,78 +314,68 @@ class Cache:
 
 
 class FewRows:
-    """The rows of requests with at most `MOST_ROWS` each, and the attention mask of each row.
+    """The new rows of requests with few rows each (`few`), one request after another, and what they see."""
 
-    Args:
-        first_row: index of each request's first row among all rows.
-        past: number of cached tokens of each request before its rows.
-        blocks: blocks of each request, in order of positions (`PagedKV`).
-        branches: tree mask of each request; None: causal.
-        window: number of visible positions, including the row's; None: all.
-    """
+    def __init__(self, readers: Sequence[Reader], page_size: int) -> None:
+        self._tables = tables(readers)  # the struct holds addresses only
+        rows_T2, requests_R4, pages_P = self._tables
+        assert requests_R4[:, 1].max() <= MOST_SEEN
+        addresses = (table.ctypes.data for table in (requests_R4, rows_T2, pages_P))
+        self.requests = _Requests(len(readers), page_size, *addresses)
 
-    def __init__(
+    def attend(
         self,
-        first_row: Sequence[int],
-        rows: Sequence[int],
-        past: Sequence[int],
+        q: Tensor,
+        keys_KSE: Tensor,
+        values_KSV: Tensor,
         *,
-        blocks: Sequence[Sequence[int]],
-        block_size: int,
-        branches: Sequence[Branches | None],
+        scale: float | None = None,
         window: int | None = None,
-    ) -> None:
-        assert max(rows) <= MOST_ROWS
-        sees: list[bytes] = []
-        low = np.zeros(max(start + count for start, count in zip(first_row, rows, strict=True)), dtype=np.int64)
-        for start, count, length, tree in zip(first_row, rows, past, branches, strict=True):
-            sees.append(_sees(count, window) if tree is None else _tree_sees(tree, window))
-            if window is not None:
-                depths = np.arange(count) if tree is None else tree.depths_T.numpy()
-                low[start : start + count] = np.clip(length + depths + 1 - window, 0, length)
-        self._arrays: dict[str, np.ndarray[Any, Any]] = {
-            "first_row": np.array(first_row, dtype=np.int64),
-            "rows": np.array(rows, dtype=np.int64),
-            "past": np.array(past, dtype=np.int64),
-            "first_block": _starts([len(part) for part in blocks]),
-            "first_seen": _starts([len(part) for part in sees]),
-            "low": low,
-            "blocks": np.array([block for part in blocks for block in part], dtype=np.int64),
-            "sees": np.frombuffer(b"".join(sees), dtype=np.uint8),
-        }
-        addresses = {name: array.ctypes.data for name, array in self._arrays.items()}
-        self.requests = _Requests(requests=len(rows), block_size=block_size, widest=max(rows), **addresses)
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Attend with q [1, H, T, E] to the pages of the rows' requests: [T, H, V], V the dim of values.
 
-    def attend(self, q: Tensor, keys_KSE: Tensor, values_KSE: Tensor, *, scale: float | None, out_THE: Tensor) -> None:
-        """Write the attention of these rows of q [1, H, T, E] into the same rows of `out_THE`; other rows are kept.
+        Products and sums are in float32, whatever the type of the arguments.
 
-        In bfloat16, with float32 sums, each request has one row (`most_rows`).
+        Args:
+            scale: factor of the scores; None: 1 / sqrt(E).
+            window: number of visible positions, including the row's; None: all.
+            softcap: scores become softcap * tanh(score / softcap).
+            sinks_H: an additional score per head that takes probability without a value.
 
         Raises:
             MemoryError: the scores do not fit into memory.
         """
-        _, H, _, E = q.shape
-        K = keys_KSE.shape[0]
+        _, H, T, E = q.shape
+        K, V = keys_KSE.shape[0], values_KSV.shape[2]
         q = q if q.stride(3) == 1 else q.contiguous()
-        strides = keys_KSE.stride()
-        assert strides == values_KSE.stride() and strides[1:] == (E, 1) and out_THE.is_contiguous()
-        assert keys_KSE.dtype == values_KSE.dtype == q.dtype == out_THE.dtype
         half = q.dtype == torch.bfloat16
-        assert not half or self.requests.widest == 1, "a request with several rows in bfloat16"
-        scale = E**-0.5 if scale is None else scale
+        assert len(self._tables.rows_T2) == T and keys_KSE.shape[2] == E
+        assert keys_KSE.dtype == values_KSV.dtype == q.dtype and not (half and (E % 2 or V % 2))
+        assert keys_KSE.stride(2) == values_KSV.stride(2) == 1
+        sinks = None if sinks_H is None else sinks_H.float().contiguous()
         shapes = _Shapes(
             kv_heads=K,
             groups=H // K,
-            head_dim=E,
-            head_stride=strides[0],
+            key_dim=E,
+            value_dim=V,
+            key_head=keys_KSE.stride(0),
+            key_slot=keys_KSE.stride(1),
+            value_head=values_KSV.stride(0),
+            value_slot=values_KSV.stride(1),
             query_row=q.stride(2),
             query_head=q.stride(1),
-            scale=scale,
+            window=window or 0,
+            scale=E**-0.5 if scale is None else scale,
+            softcap=softcap or 0.0,
+            sinks=None if sinks is None else sinks.data_ptr(),
         )
-        tensors = (q.data_ptr(), keys_KSE.data_ptr(), values_KSE.data_ptr(), out_THE.data_ptr())
-        attend = _library().attend_step if half else _library().attend
-        if attend(self.requests, shapes, *tensors, torch.get_num_threads()):
+        out_THV = q.new_empty(T, H, V)
+        pointers = (tensor.data_ptr() for tensor in (q, keys_KSE, values_KSV, out_THV))
+        if _library().attend(self.requests, shapes, *pointers, half, torch.get_num_threads()):
             raise MemoryError("no memory for the scores of attention")
+        return out_THV
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -407,18 +398,3 @@ class WholeStep(NamedTuple):
 
     rows: FewRows
     cache: Callable[[int], Cache]
-
-
-@cache
-def _sees(rows: int, window: int | None) -> bytes:
-    """Return the causal mask of a chain, [rows, rows]."""
-    distance = np.arange(rows)[:, None] - np.arange(rows)
-    return ((distance >= 0) & (distance < (rows if window is None else window))).tobytes()
-
-
-def _tree_sees(branches: Branches, window: int | None) -> bytes:
-    return branches.visible(past=0, window=window).numpy().tobytes()
-
-
-def _starts(lengths: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.int64))).astype(np.int64)

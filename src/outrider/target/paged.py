@@ -17,8 +17,9 @@ Shapes: L layers, K kv heads, S slots of the pool, E head dim, T new tokens of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from outrider.target.attention import Branches, additive, attend_folded, fold, lowest_visible, unfold
+from outrider.target.attention import Branches, Latents, additive, attend_folded, fold, lowest_visible, unfold
 from outrider.target.cache import KVCache
 from outrider.target.compressed import compresses, numbers_per_token
-from outrider.target.kernels import Cache, FewRows, WholeStep, attends, most_rows
+from outrider.target.kernels import Cache, FewRows, WholeStep, attends, few
 from outrider.target.paged_attention import MOST_SEEN, Plan, Reader, available, bits_of, plan
 from outrider.target.paged_attention import attend as attend_pages
 from outrider.utils.measure import on_device
@@ -84,6 +85,7 @@ class PagedKV:
         pools: (keys [L, K, S, E], values [L, K, S, E]) of every run of layers of equal shape, in order; mostly one.
         layers: (keys [K, S, E], values [K, S, E]) of every layer, views of `pools`.
         latent: whether keys and values are latents, [1, S, kv_lora_rank] and [1, S, qk_rope_head_dim].
+        latents: then both of every layer, side by side, [1, S, kv_lora_rank + qk_rope_head_dim].
         spare_slot: slot after those of all blocks, into which padding rows write (target/graphs.py); on a GPU only.
         aux_SLD: aux hidden states of the token in each slot, where a drafter may read those of a cached prefix
             (decoding/prefix_cache.py); else L is 0.
@@ -103,9 +105,15 @@ class PagedKV:
         self.spare_slot = num_blocks * block_size
         slots = self.spare_slot + (block_size if target.device.type == "cuda" else 0)
         self.pools: list[tuple[Tensor, Tensor]] = []
+        self.latents: list[Tensor] = []
         for (K, *dims), run in groupby(kept):
             L = len(list(run))
-            keys, values = (target.embed_VD.new_empty(L, K, slots, E) for E in dims)
+            if self.latent:
+                both = target.embed_VD.new_empty(L, K, slots, sum(dims))
+                self.latents += both.unbind()
+                keys, values = both.split(dims, dim=3)
+            else:
+                keys, values = (target.embed_VD.new_empty(L, K, slots, E) for E in dims)
             self.pools.append((keys, values))
         self.layers = [layer for keys, values in self.pools for layer in zip(keys, values, strict=True)]
         self.aux_SLD = target.embed_VD.new_empty(self.spare_slot, aux_layers, target.hidden_size)
@@ -259,12 +267,13 @@ def _check_layers(config: PretrainedConfig) -> None:
 #     attend     softmax(q_s K_s^T + causal) V_s   per span s, over [its cached tokens ; itself]
 #
 # Embeddings, norms, projections and MLPs run on all rows at once; attention treats every request as if it were alone.
-# On a GPU one call per layer attends for all spans (target/paged_attention.py). On a CPU spans of few rows, which
-# decode, take one compiled call per layer if available (target/kernels.py). Others run span by span: if the slots of a
-# span are consecutive its keys are a view of the pool, otherwise they are gathered. This loop runs (layers x requests)
-# times a step, so slots, masks and views, which do not depend on the layer, are made once.
-# Latents are expanded to keys and values span by span in every step, as in `transformers`: the pool stays small, and
-# only one request's keys exist at a time.
+# One call per layer attends for all spans, on a GPU (target/paged_attention.py) as on a CPU (target/kernels.py). Span
+# by span run: prompts on a CPU, whose many rows PyTorch's blocked products take faster; latents on a GPU; all in
+# float64 and without compiled kernels. Then the keys of a span are a view of the pool if its slots are consecutive,
+# otherwise they are gathered. This loop runs (layers x requests) times a step, so slots, masks and views, which do not
+# depend on the layer, are made once.
+# Where spans attend in one call their heads read latents as they are. Span by span these are expanded to keys and
+# values in every step, as in `transformers`: the pool stays small, and only one request's keys exist at a time.
 #
 # Shapes: K kv heads, G queries per kv head, H = K * G, E head dim, T new tokens of all spans, Q folded rows of one span
 # (new tokens * G), N slots one span sees. The leading 1 is transformers' batch.
@@ -292,23 +301,21 @@ class RaggedStep:
         self._kv, self.spans = kv, spans
         tokens: list[int] = []
         positions: list[int] = []
-        self._first_row: list[int] = []
         for span in spans:
             assert span.tokens, "a span without tokens"
             room = len(span.blocks) * kv.block_size
             assert span.end <= room, f"{span.end} tokens in {len(span.blocks)} blocks of {kv.block_size}"
             if span.states is not None:
                 span.states.rollback(span.past)
-            self._first_row.append(len(tokens))
             tokens += span.tokens
             positions += _positions(span)
         self.tokens_1T = on_device([tokens], kv.device)
         self.positions_1T = on_device([positions], kv.device)
         slots_T = torch.cat([kv.slots(span.blocks, span.past, span.end) for span in spans])
         self._slots_T = on_device(slots_T, kv.device)
-        self._most_rows = most_rows(kv.dtype)
-        self._few = [i for i, span in enumerate(spans) if len(span.tokens) <= self._most_rows]
-        self._few_rows: dict[int | None, FewRows] = {}
+        compiled = attends(kv.dtype, kv.device)
+        # Spans that attend in one compiled call.
+        self._few = [i for i, s in enumerate(spans) if compiled and few(len(s.tokens), tree=s.parents is not None)]
         self._contexts: dict[tuple[int, int | None, int], _Context] = {}
         self._masks: dict[tuple[int, int], Tensor] = {}
         small = all(span.parents is None or len(span.tokens) <= MOST_SEEN for span in spans)
@@ -337,7 +344,7 @@ class RaggedStep:
         window: int | None = None,
         softcap: float | None = None,
         sinks_H: Tensor | None = None,
-        expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+        latents: Latents | None = None,
     ) -> Tensor:
         """Write k and v [1, K, T, E] into the pool and attend with q [1, H, T, E]: [1, H, T, E].
 
@@ -346,18 +353,28 @@ class RaggedStep:
             window: number of visible positions, including the token's; None: all.
             softcap: scores become softcap * tanh(score / softcap).
             sinks_H: an additional score per head that takes probability without a value.
-            expand: converts latents of a span to its keys and values, [1, K, N, E]; `update` has then written the
-                latents.
+            latents: how heads read latents, which `update` has then written.
         """
         K, G = k.shape[1], q.shape[1] // k.shape[1]
-        if expand is None:
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        if latents is None:
             self.update(k, v, layer)
         keys_KSE, values_KSE = self._kv.layers[layer]
-        if self._pages and expand is None:
+        if self._pages and latents is None:
             q_THE, made = q[0].transpose(0, 1), self._plan(window, groups=G)
             out_THE = attend_pages(
                 q_THE, keys_KSE, values_KSE, plan=made, scale=scale, softcap=softcap, sinks_H=sinks_H
             )
+            return out_THE.transpose(0, 1)[None]
+
+        def attend_few(q_few: Tensor) -> Tensor:
+            options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
+            if latents is None:
+                out_THE = self._few_rows.attend(q_few, keys_KSE, values_KSE, **options)
+            else:
+                joined_1SE = self._kv.latents[layer]
+                out_THC = self._few_rows.attend(latents.queries(q_few), joined_1SE, keys_KSE, **options)
+                out_THE = latents.outputs(out_THC)
             return out_THE.transpose(0, 1)[None]
 
         def attend_span(index: int, q_span: Tensor) -> Tensor:
@@ -367,25 +384,21 @@ class RaggedStep:
                 keys, values = source[layer]
             else:
                 keys, values = keys_KSE.index_select(1, source)[None], values_KSE.index_select(1, source)[None]
-            if expand is not None:
-                keys, values = expand(keys, values)
+            if latents is not None:
+                keys, values = latents.expand(keys, values)
             folded = fold(q_span, K)
             out = attend_folded(folded, keys, values, mask_11QN=mask, scale=scale, softcap=softcap, sinks_H=sinks_H)
             return unfold(out, G)
 
-        plain = softcap is None and sinks_H is None and expand is None
-        if not (self._few and plain and attends(self._kv.dtype, self._kv.device, q.shape[3])):
-            parts = q.split([len(span.tokens) for span in self.spans], dim=2)
-            attended = [attend_span(index, part) for index, part in enumerate(parts)]
-            return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
-        out_THE = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
-        self._few_rows_of(window).attend(q, keys_KSE, values_KSE, scale=scale, out_THE=out_THE)
-        out = out_THE.transpose(0, 1)[None]
-        for index, span in enumerate(self.spans):
-            if len(span.tokens) > self._most_rows:
-                rows = slice(self._first_row[index], self._first_row[index] + len(span.tokens))
-                out[:, :, rows] = attend_span(index, q[:, :, rows])
-        return out
+        if len(self._few) == len(self.spans):
+            return attend_few(q)
+        parts = q.split([len(span.tokens) for span in self.spans], dim=2)
+        together: Iterator[Tensor] = iter(())
+        if self._few:
+            attended = attend_few(torch.cat([parts[index] for index in self._few], dim=2))
+            together = iter(attended.split([len(self.spans[index].tokens) for index in self._few], dim=2))
+        found = [next(together) if i in self._few else attend_span(i, part) for i, part in enumerate(parts)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
     def mask(self, index: int, window: int) -> Tensor:
         """Return the additive mask [1, 1, T, N] of a span's rows over what a sliding window leaves, cached."""
@@ -400,7 +413,7 @@ class RaggedStep:
         """Prepare the step for layers computed as a whole; None if a span has too many rows for that."""
         if len(self._few) < len(self.spans):
             return None
-        return WholeStep(self._few_rows_of(None), lambda layer: Cache(*self._kv.layers[layer], self._slots_T))
+        return WholeStep(self._few_rows, lambda layer: Cache(*self._kv.layers[layer], self._slots_T))
 
     def _plan(self, window: int | None, groups: int) -> Plan:
         """Return the work of `attend_pages` under a sliding window, cached."""
@@ -412,20 +425,11 @@ class RaggedStep:
             self._plans[key] = Plan.of(numbers, host.sizes, page_size, window=window, split=host.split)
         return self._plans[key]
 
-    def _few_rows_of(self, window: int | None) -> FewRows:
-        """Return the spans of few rows under a sliding window, cached by window."""
-        if window not in self._few_rows:
-            spans = [self.spans[index] for index in self._few]
-            self._few_rows[window] = FewRows(
-                [self._first_row[index] for index in self._few],
-                [len(span.tokens) for span in spans],
-                [span.past for span in spans],
-                blocks=[span.blocks for span in spans],
-                block_size=self._kv.block_size,
-                branches=[None if span.parents is None else Branches.of(span.parents) for span in spans],
-                window=window,
-            )
-        return self._few_rows[window]
+    @cached_property
+    def _few_rows(self) -> FewRows:
+        """The spans that attend in one compiled call."""
+        size = self._kv.block_size
+        return FewRows([reader_of(self.spans[index], size) for index in self._few], size)
 
     def _context(self, index: int, window: int | None, groups: int) -> _Context:
         """Return the context of a span under a sliding window, cached."""

@@ -1,12 +1,13 @@
-"""Attention of the new rows of many requests over their pages of one pool, in one call (on a GPU).
+"""Attention of the new rows of many requests over their pages of one pool, in one call.
 
     rows       a a a | b | c c            new rows of all requests, one after another, any number of each
     pages      a: 4 5 9   b: 2   c: 7 3   the slots of a page hold consecutive positions of a request
     row t of a request sees position p if     p < past   or   p - past is one of its rows that t sees
                                           and t's position - p < window
 
-Keys and values are read where they are, without copies and masks. The work is a list of items, which the host makes
-(`plan`) and a kernel computes (target/paged_attention_triton.py):
+Keys and values are read where they are, without copies and masks. On a CPU the kernel (target/kernels.c) reads the
+`tables` of a step. A GPU needs the work in parts: a list of items, which the host makes (`plan`) and a kernel computes
+(target/paged_attention_triton.py):
 
     item       a tile of rows of one request  x  a chunk of its positions  x  one kv head
     tile       the query heads of a kv head and as many tokens as fit into `tile_rows`: mostly all rows of a request, so
@@ -28,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -156,6 +158,33 @@ def most_items(rows: int) -> int:
     return rows + _MOST_CHUNKS
 
 
+class Tables(NamedTuple):
+    """What the rows of a step read, for the kernels of a CPU as for those of a GPU; int64.
+
+    Attributes:
+        rows_T2: position, rows that it sees.
+        requests_R4: first row, rows, past, first of its pages.
+        pages_P: pages of all requests.
+    """
+
+    rows_T2: Ints
+    requests_R4: Ints
+    pages_P: Ints
+
+
+def tables(readers: Sequence[Reader]) -> Tables:
+    """Make the tables of the readers' rows, one reader after another."""
+    counts, past, pages = np.array([(len(r.positions), r.past, len(r.pages)) for r in readers]).T
+    first_row, T = _starts(counts), int(counts.sum())
+    rows_T2 = np.full((T, 2), -1)
+    rows_T2[:, 0] = np.fromiter(chain.from_iterable(reader.positions for reader in readers), np.int64, count=T)
+    for first, reader in zip(first_row, readers, strict=True):
+        if reader.sees_T is not None:
+            rows_T2[first : first + len(reader.sees_T), 1] = reader.sees_T
+    requests_R4 = np.stack([first_row, counts, past, _starts(pages)], axis=1)
+    return Tables(rows_T2, requests_R4, np.concatenate([reader.pages for reader in readers]))
+
+
 def plan(
     readers: Sequence[Reader], groups: int, page_size: int, *, window: int | None = None, sizes: Sizes | None = None
 ) -> HostPlan:
@@ -166,14 +195,14 @@ def plan(
         window: see `Plan`.
         sizes: of a bucket, which are filled up with padding; None: those needed.
     """
-    counts = np.array([len(reader.positions) for reader in readers])
-    past, ends = (np.array([getattr(reader, name) for reader in readers]) for name in ("past", "end"))
-    slots, tables = np.array([reader.slots for reader in readers]), [reader.pages for reader in readers]
+    rows_T2, requests_R4, pages_P = tables(readers)
+    first_row, counts, past, first_page = requests_R4.T
+    ends, slots = past + counts, np.array([reader.slots for reader in readers])
     lows = np.where(slots > 0, np.maximum(ends - slots, 0), 0)
     if window is not None:
         lows = np.maximum(lows, past + 1 - window)
     tokens = tile_rows(groups) // groups
-    tiles, few, T = -(-counts // tokens), counts <= MOST_SEEN, int(counts.sum())
+    tiles, few, T = -(-counts // tokens), counts <= MOST_SEEN, len(rows_T2)
     bounds, most = _BOUNDS, int(tiles.sum()) + _MOST_CHUNKS
     while True:
         skipped = np.searchsorted(bounds, lows, side="right")
@@ -181,9 +210,8 @@ def plan(
         if int((tiles * chunks).sum()) <= most:
             break
         bounds = 2 * bounds
-    firsts, first_page = _starts(tiles * chunks), _starts(np.array([len(table) for table in tables]))
-    first_row = _starts(counts)
-    requests_R6 = np.stack([first_row, counts, past, first_page, slots, chunks], axis=1)
+    firsts = _starts(tiles * chunks)
+    requests_R6 = np.column_stack([requests_R4, slots, chunks])
 
     request_W = np.repeat(np.arange(len(readers)), tiles * chunks)
     tile_W, chunk_W = np.divmod(np.arange(len(request_W)) - firsts[request_W], chunks[request_W])
@@ -200,16 +228,8 @@ def plan(
 
     request_T = np.repeat(np.arange(len(readers)), counts)
     within_T = np.arange(T) - first_row[request_T]
-    sees = [np.full(n, -1) if r.sees_T is None else r.sees_T for r, n in zip(readers, counts, strict=True)]
-    rows_T3 = np.stack(
-        [
-            np.concatenate([reader.positions for reader in readers]),
-            np.concatenate(sees),
-            firsts[request_T] + within_T // tokens * chunks[request_T],
-        ],
-        axis=1,
-    )
-    pages_P, slot_T = np.concatenate(tables), past[request_T] + within_T
+    rows_T3 = np.column_stack([rows_T2, firsts[request_T] + within_T // tokens * chunks[request_T]])
+    slot_T = past[request_T] + within_T
     slot_T = np.where(slots[request_T] > 0, slot_T % slots[request_T].clip(1), slot_T)
     slots_T = pages_P[first_page[request_T] + slot_T // page_size] * page_size + slot_T % page_size
     parts = [rows_T3, requests_R6, items_W4, pages_P]
