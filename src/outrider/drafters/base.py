@@ -34,7 +34,7 @@ from outrider.target.model import DecodingTarget, Target
 from outrider.utils.measure import on_device
 
 if TYPE_CHECKING:
-    from outrider.drafters.dflash import DFlash
+    from outrider.drafters.dflash import BlockDrafter, DFlash
     from outrider.drafters.ngram import Library, NgramConfig
 
 Calibratable: TypeAlias = Literal["confidences", "candidates"] | None
@@ -175,6 +175,10 @@ class Drafter(ABC):
         if cls.levels is not Drafter.levels:
             return "candidates"
         return "confidences" if cls.session_at is not Drafter.session_at else None
+
+    def ahead(self) -> BlockDrafter | None:
+        """Itself, if it can draft and read behind tokens that are on a GPU alone (decoding/ahead.py)."""
+        return None
 
     def with_heads(self, heads: ChainHeads) -> Drafter:
         """The same drafter, its chains sampled with other heads."""

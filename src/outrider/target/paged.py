@@ -106,7 +106,7 @@ class PagedKV:
             keys, values = (target.embed_VD.new_empty(L, K, slots, E) for E in dims)
             self.pools.append((keys, values))
         self.layers = [layer for keys, values in self.pools for layer in zip(keys, values, strict=True)]
-        self.aux_SLD = target.embed_VD.new_empty(self.spare_slot, aux_layers, target.hidden_size)
+        self.aux_SLD = target.embed_VD.new_empty(slots, aux_layers, target.hidden_size)
 
     @property
     def device(self) -> torch.device:
@@ -120,7 +120,7 @@ class PagedKV:
     def block_bytes(self) -> int:
         """Memory of one block."""
         kept = sum(pool.nbytes // pool.shape[2] * self.block_size for pool in chain.from_iterable(self.pools))
-        return kept + self.aux_SLD.nbytes // self.num_blocks
+        return kept + self.aux_SLD.nbytes // len(self.aux_SLD) * self.block_size
 
     def claim(self) -> None:
         """Write every slot once to commit the memory to this process, before anything is stored in it."""
