@@ -51,8 +51,8 @@ from outrider.decoding.request import Output, Request, RequestState
 from outrider.decoding.scheduler import StepPlan, Work
 from outrider.decoding.scoring import Scores
 from outrider.decoding.verification import RoundResult, Verdict
+from outrider.drafters.base import DeviceDrafter
 from outrider.drafters.chain_gpu import draw_alike
-from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft, DraftRow
 from outrider.sampling import (
     SamplingParams,
@@ -273,7 +273,7 @@ class Ahead:
     """
 
     def __init__(
-        self, engine: Engine, target: Target, states: Mapping[str, RequestState], requests: Mapping[str, Request]
+        self, engine: Engine, target: Target, *, states: Mapping[str, RequestState], requests: Mapping[str, Request]
     ) -> None:
         assert target.graphs is not None and isinstance(engine.kv, PagedKV)
         self.engine, self.target, self.states, self.requests = engine, target, states, requests
@@ -286,10 +286,9 @@ class Ahead:
     def of(engine: Engine, states: Mapping[str, RequestState], requests: Mapping[str, Request]) -> Ahead | None:
         """None if no step of this engine can be launched ahead."""
         target = engine.target
-        if engine.typical is not None or not isinstance(engine.kv, PagedKV):
+        if not isinstance(target, Target) or target.graphs is None or engine.typical is not None:
             return None
-        graphed = isinstance(target, Target) and target.graphs is not None
-        return Ahead(engine, target, states, requests) if graphed and isinstance(target, Target) else None
+        return Ahead(engine, target, states=states, requests=requests) if isinstance(engine.kv, PagedKV) else None
 
     def step(self) -> list[Output] | None:
         """Launch a step if possible and read the one before; None: nothing is under way, the step is a usual one."""
@@ -306,7 +305,7 @@ class Ahead:
         return [i for i, turn in enumerate(flight.plan.turns) if self.states.get(turn.id) is turn.state]
 
     @property
-    def _drafter(self) -> BlockDrafter | None:
+    def _drafter(self) -> DeviceDrafter | None:
         drafter = self.engine.drafting.drafter
         return None if drafter is None else drafter.ahead()
 
@@ -379,7 +378,7 @@ class Ahead:
         else:
             most = {} if before is None else before.most
             end = max(len(turn.state.tokens) + most.get(turn.id, 0) for turn in plan.turns)
-            device.check(drafter.memory(end + drafter.config.block_size))
+            device.check(drafter.memory(end))
         buffer = device.give(layout, numbers)
         draft_clock, verify_clock = (Clock(self.target.device, self.engine.clock) for _ in range(2))
         drafts: _Drafts | None = None
@@ -445,7 +444,7 @@ class Ahead:
         hidden_RKH = drafter.block_at(state.anchor_R, state.cached_R, given.real_R, table=given.table)[:, :K]
         uniforms_RK = given.budget_1.new_zeros(R, K)
         if params is not None:
-            uniforms_RK = given.uniforms(state.drawn_R[:, None] + torch.arange(K, device=drafter.device))
+            uniforms_RK = given.uniforms(state.drawn_R[:, None] + torch.arange(K, device=state.drawn_R.device))
         heads = drafter.heads
         drawn = draw_alike(
             drafter.head, hidden_RKH, state.anchor_R, uniforms_RK=uniforms_RK, heads=heads, params=params
@@ -506,7 +505,7 @@ class Ahead:
         )
         return _Verified(state_R3, torch.cat(read, dim=1))
 
-    def _extend(self, drafter: BlockDrafter, aux_TLD: Tensor, made: Division, *, given: _Given, state: _State) -> None:
+    def _extend(self, drafter: DeviceDrafter, aux_TLD: Tensor, made: Division, *, given: _Given, state: _State) -> None:
         """Let the drafter read all rows, and keep what it read where prefixes are shared."""
         positions_T = (state.cached_R[made.request_T] + made.within_T).masked_fill(made.padding_T, 0)
         drafter.extend_at(aux_TLD, positions_T, made, table=given.table)

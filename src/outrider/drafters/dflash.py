@@ -473,34 +473,31 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         own = type(self).propose is BlockDrafter.propose and type(self).extend is BlockDrafter.extend
         return self if own and self.graphs is not None and self.graphs.captures and not self.heads.estimates else None
 
+    # See `DeviceDrafter`: its sessions are in a pool.
+
     def memory(self, end: int) -> list[Tensor]:
-        """What graphs of `block_at` and `extend_at` read, with rotations of positions before `end`."""
-        assert isinstance(self.caches, DraftPool)
-        self.rope.cover(end)
-        return [*self.caches.layers, *self.rope.kept]
+        self.rope.cover(end + self.config.block_size)
+        return [*self._pool.layers, *self.rope.kept]
 
     def table(self, sessions: Sequence[DraftSession], requests: int) -> Ints:
-        """Where these sessions have their keys, for `block_at` and `extend_at`; see `DraftPool.table`."""
-        assert isinstance(self.caches, DraftPool)
         pages = power_of_two(sum(len(session.pages) for session in sessions))
-        return self.caches.table(sessions, requests, max(FEWEST_PAGES, pages))
+        return self._pool.table(sessions, requests, max(FEWEST_PAGES, pages))
 
     def block_at(self, anchors_R: Tensor, lengths_R: Tensor, real_R: Tensor, *, table: Tensor) -> Tensor:
-        """As `block_hidden` of sessions whose anchors and lengths the host does not know; see `DraftPool.source_of`."""
-        assert isinstance(self.caches, DraftPool)
         K = self.config.block_size
         positions_RK = lengths_R[:, None] + torch.arange(K, device=self.device)
         cos, sin = (kept[positions_RK] for kept in self.rope.kept)
-        return self._blocks(anchors_R, (cos, sin), self.caches.source_of(table, lengths_R, real_R, rows=K))
+        return self._blocks(anchors_R, (cos, sin), self._pool.source_of(table, lengths_R, real_R, rows=K))
 
     def extend_at(self, aux_TLD: Tensor, positions_T: Tensor, rows: Division, *, table: Tensor) -> None:
-        """As `extend` of rows at these positions, rejected drafts included: what is behind the committed tokens is
-        overwritten by the next block before it is read. Nobody's `length` moves.
-        """
-        assert isinstance(self.caches, DraftPool)
         cos, sin = (kept[positions_T] for kept in self.rope.kept)
         layers = self.module.context_keys_values(aux_TLD.float(), (cos, sin))
-        self.caches.append_at(table, rows, positions_T, layers=layers)
+        self._pool.append_at(table, rows, positions_T, layers=layers)
+
+    @property
+    def _pool(self) -> DraftPool:
+        assert isinstance(self.caches, DraftPool)
+        return self.caches
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
