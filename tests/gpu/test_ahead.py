@@ -35,7 +35,7 @@ from outrider.target.model import Target
 from outrider.target.paged_attention import Reader, Tables, divide, plan
 from tests.gpu.simulated import SimulatedDevice, simulated_device
 from tests.gpu.toys import SAMPLED, decoding, deep_target, dspark
-from tests.toys.engine import prompts, toy_drafter
+from tests.toys.engine import finish, prompts, toy_drafter
 from tests.toys.targets import randomise, toy_config, toy_target
 
 MOST_LAUNCHED = 8  # of a step: numbers, two graphs, the state of the next, and what is read
@@ -202,6 +202,16 @@ def test_drafts_in_order_of_survival() -> None:
             most_R = np.minimum(drafted_R, longest_R)
             order_N = causal_order(np.cumprod(estimates_RK, axis=1), most_R)
             assert _lengths(given, drafts).tolist() == lengths_of(order_N[:budget], R).tolist()
+
+
+def test_others_may_wait_for_a_place(device: SimulatedDevice, reads: list[tuple[int, bool]]) -> None:
+    """Steps of those who run are launched ahead until one of them has ended."""
+    target, rules = there(toy_target("qwen3")), [StopRules(count, stop_ids=()) for count in (20, 30, 25, 9, 16)]
+    asked = [Request(str(i), prompt, rules=own) for i, (prompt, own) in enumerate(zip(prompts(5), rules, strict=True))]
+    found = finish(Engine(target, toy_drafter(target), config=EngineConfig(2, 64, 4, 128)), asked)
+    assert len(reads) > 10
+    for request in asked:
+        assert found[request.id] == generate(target, request.prompt, None, request.params, request.rules).tokens
 
 
 @pytest.mark.parametrize("policy", [ThresholdPolicy(0.5), BY_COST["goodput"](COST)], ids=["threshold", "goodput"])

@@ -202,8 +202,9 @@ class Drafting:
         )
 
     def ahead(self, turns: Sequence[DraftTurn]) -> tuple[list[str], Pause | None, list[int]]:
-        """Plan the drafts of a step that is launched ahead (decoding/ahead.py), without prompt lookup: the requests that
-        are considered, why they are not, and how many tokens each of `turns` drafts at most.
+        """Plan the drafts of a step that is launched ahead (decoding/ahead.py), without prompt lookup.
+
+        Return the requests that are considered, why they are not, and how many tokens each turn drafts at most.
         """
         able = [turn for turn in turns if turn.limit > 0]
         if self.drafter is None or not able:

@@ -4,6 +4,7 @@
     ThresholdPolicy   l_r = the longest prefix with every c_k >= threshold
     PrefixScheduler   tokens in order of survival while throughput improves                    (DSpark, algorithm 1)
     AsyncScheduler    the number of tokens from two steps ago, spent in order of survival      (DSpark, production form)
+                      (also the rule of the others that weigh c_k, where steps are launched ahead: decoding/ahead.py)
     GoodputPolicy     one length for all requests, from the estimates of earlier steps         (TurboSpec)
     LookAhead         PrefixScheduler that plans with the expected survival after each frontier      (ours)
     SkipDrafting      drafts where that raises throughput, and verifies as another policy            (ours)
@@ -540,7 +541,8 @@ _SORTED = 8_192  # candidates in all plans of a step together, which bounds its 
 class LookAhead(CausalPolicy):
     """Causal look-ahead: admit planned tokens while their survival holds the plan's price.
 
-    Before any step has been recorded, plans reach no further than the frontiers.
+    Before any step has been recorded, plans reach no further than the frontiers. Steps that are launched ahead verify by
+    the asynchronous rule instead (`budget`).
 
     Args:
         margin: share of the throughput of requests with drafts that the first plan must promise to gain over verifying
@@ -646,6 +648,8 @@ class _Plan:
 @dataclass(frozen=True)
 class SkipDrafting(Policy):
     """Draft only if that raises throughput by the step's whole cost, and verify as `policy` says.
+
+    Of a step that is launched ahead, `depths` and `budget` follow from the step before the last.
 
     Args:
         policy: how many drafts are verified; all of them by default.

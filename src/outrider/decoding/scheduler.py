@@ -184,8 +184,7 @@ class Scheduler:
 
         {}: it has other work, or there are too few blocks. Blocks for all rows are allocated when this returns.
         """
-        enters = self.waiting and len(self.running) < self.config.max_requests
-        if enters or any(p.cached != p.length - 1 for p in self.running.values()):
+        if self._may_enter() or any(p.cached != p.length - 1 for p in self.running.values()):
             return {}
         share, limits = self._share(len(self.running)), dict[str, int]()
         for id, progress in self.running.items():
@@ -247,6 +246,13 @@ class Scheduler:
                 limit -= 1
             limits[id] = limit
         return limits
+
+    def _may_enter(self) -> bool:
+        """Whether `plan` may admit a request, all of whose prompt might be cached."""
+        if not self.waiting or len(self.running) >= self.config.max_requests:
+            return False
+        _, progress = self.waiting[0]
+        return self._blocks_for(progress.length) - len(progress.keys) <= self.allocator.available
 
     def _share(self, decoding: int) -> int:
         """Most draft tokens that each of so many requests gets of the rows of a step."""
