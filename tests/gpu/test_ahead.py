@@ -267,12 +267,12 @@ def test_one_request_after_the_other_uses_the_same_graphs(
 ) -> None:
     target = there(toy_target("qwen3"))
     drafter, rules, captures = toy_drafter(target), StopRules(20, stop_ids=()), []
-    for prompt in ([5] * 9, [6] * 12):
+    for prompt in ([5] * 9, [6] * 8):
         count = len(reads)
         generate(target, prompt, drafter, rules=rules)
         assert len(reads) > count
         captures.append(sum(n for (kind, _), n in device.counts.places.items() if kind == "capture"))
-    assert captures[0] == captures[1] > 0
+    assert captures[0] == captures[1] > 0, "the second makes none"
 
 
 def test_probabilities_that_are_no_numbers_end_requests(

@@ -248,9 +248,7 @@ def test_one_request_in_a_stream_that_may_skip_its_drafts(coupled: bool, tally: 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("tokens", [(4, 3), (6,)])
-def test_steps_that_are_launched_ahead(
-    tokens: tuple[int, ...], tally: Tally, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_are_launched_ahead(tokens: tuple[int, ...], tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU decides (decoding/ahead.py): how many drafts are verified, and the estimates by which they are ordered,
     follow from the step before the last; `test_drafts_in_order_of_survival` holds that the device spends them so.
     """
@@ -280,7 +278,6 @@ def test_steps_that_are_launched_ahead(
     case = Case(watched, tokens=tokens)
     assert tally.deviation(case, case.in_engine) <= TOLERANCE
     assert len(watched.decisions) >= 3
-
 
 
 @pytest.mark.slow

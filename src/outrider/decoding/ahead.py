@@ -376,9 +376,7 @@ class Ahead:
         if drafter is None:
             device.check([])
         else:
-            most = {} if before is None else before.most
-            end = max(len(turn.state.tokens) + most.get(turn.id, 0) for turn in plan.turns)
-            device.check(drafter.memory(end))
+            device.check(drafter.memory(max(turn.state.capacity for turn in plan.turns)))
         buffer = device.give(layout, numbers)
         draft_clock, verify_clock = (Clock(self.target.device, self.engine.clock) for _ in range(2))
         drafts: _Drafts | None = None

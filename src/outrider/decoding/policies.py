@@ -541,8 +541,9 @@ _SORTED = 8_192  # candidates in all plans of a step together, which bounds its 
 class LookAhead(CausalPolicy):
     """Causal look-ahead: admit planned tokens while their survival holds the plan's price.
 
-    Before any step has been recorded, plans reach no further than the frontiers. Steps that are launched ahead verify by
+    Before any step has been recorded, plans reach no further than the frontiers. Steps that are launched ahead follow
     the asynchronous rule instead (`budget`).
+
 
     Args:
         margin: share of the throughput of requests with drafts that the first plan must promise to gain over verifying
