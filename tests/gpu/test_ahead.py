@@ -69,6 +69,13 @@ def there(target: Target) -> Target:
     return Target(target.model.to("cuda"), None, target.name)
 
 
+def usual(target: Target, requests: Sequence[Request]) -> dict[str, list[int]]:
+    """Plain decoding in usual steps."""
+    engine = Engine(target, config=EngineConfig(8, 256, 4, 256))
+    engine.ahead = None
+    return finish(engine, requests)
+
+
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 @pytest.mark.parametrize("requests", [1, 32])
@@ -94,8 +101,8 @@ def test_the_host_waits_for_nothing_before_the_next_launch(
 def run(engine: Engine, kind: str) -> dict[str, list[int]]:
     """Requests of different lengths, with stop tokens and limits, one cancelled and one that comes later."""
     params, starts = PARAMS[kind], prompts(7)
-    rules = [StopRules(40, stop_ids=()), StopRules(60, range(4, 14)), StopRules(7, ()), StopRules(1, ())]
-    rules += [StopRules(50, ()), StopRules(33, ()), StopRules(25, ())]
+    rules = [StopRules(24, stop_ids=()), StopRules(40, range(4, 14)), StopRules(7, ()), StopRules(1, ())]
+    rules += [StopRules(50, ()), StopRules(19, ()), StopRules(12, ())]
     for i in range(6):
         most = 2 if i == 5 else None
         own = replace(params, seed=i if params.temperature else None)
@@ -107,7 +114,7 @@ def run(engine: Engine, kind: str) -> dict[str, list[int]]:
             found.setdefault(output.id, []).extend(output.tokens)
         if len(found.get("4", ())) > 9:
             engine.cancel("4")
-        if len(found.get("0", ())) > 15 and "6" not in found and "6" not in engine._states:
+        if len(found.get("0", ())) > 8 and "6" not in found and "6" not in engine._states:
             engine.submit(Request("6", starts[6], replace(params, seed=6), rules=rules[6]))
     return found
 
@@ -127,8 +134,10 @@ DRAFTERS: Mapping[str, Callable[[Target], BlockDrafter | None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("drafts", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafts", "kind"),
+    [("none", "greedy"), ("none", "nucleus"), ("dspark", "greedy"), ("dspark", "sampled"), ("windowed", "nucleus")],
+)
 def test_tokens_are_those_of_the_usual_step(
     device: SimulatedDevice, reads: list[tuple[int, bool]], drafts: str, kind: str
 ) -> None:
@@ -142,17 +151,18 @@ def test_tokens_are_those_of_the_usual_step(
         cancelled = found[-1].pop("4")
         assert 10 <= len(cancelled) < 50
         found[-1]["4"] = cancelled[:10]
-        assert (len(reads) - count > 10) == launched_ahead
+        assert (len(reads) - count > 5) == launched_ahead
         assert engine.scheduler.allocator.used == 0
     assert found[0] == found[1]
-    assert len(found[0]["1"]) < 60, "it met a stop token"
+    assert len(found[0]["1"]) < 40, "it met a stop token"
 
 
 COST = SpsTable([1 / (1 + 0.12 * tokens) for tokens in range(80)])
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["prefix", "look-ahead", "skip"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("prefix", "greedy"), ("look-ahead", "sampled"), ("skip", "greedy"), ("skip", "sampled")]
+)
 def test_a_budget_of_earlier_steps_is_spent_on_the_device(
     device: SimulatedDevice, reads: list[tuple[int, bool]], name: str, kind: str
 ) -> None:
@@ -161,7 +171,7 @@ def test_a_budget_of_earlier_steps_is_spent_on_the_device(
     policy: Policy = BY_COST["look-ahead" if name == "skip" else name](COST)
     policy = SkipDrafting(COST, policy, prior=0.9) if name == "skip" else policy
     engine = Engine(target, toy_drafter(target), policy, config=EngineConfig(4, 256, 4, 256))
-    asked = [Request(str(i), prompt, PARAMS[kind], StopRules(40, stop_ids=())) for i, prompt in enumerate(prompts(4))]
+    asked = [Request(str(i), prompt, PARAMS[kind], StopRules(20, stop_ids=())) for i, prompt in enumerate(prompts(4))]
     found: dict[str, list[int]] = {request.id: [] for request in asked}
     parts = set()
     for request in asked:
@@ -171,11 +181,10 @@ def test_a_budget_of_earlier_steps_is_spent_on_the_device(
             assert output.error is None
             found[output.id] += output.tokens
             parts.add((output.verified, output.proposed))
-    assert len(reads) > 10 and len({verified for verified, _ in parts}) > 2
+    assert len(reads) > 5 and len({verified for verified, _ in parts}) > 2
     assert any(verified < proposed for verified, proposed in parts)
-    for request in asked:
-        plain = generate(target, request.prompt, None, request.params, request.rules).tokens
-        assert len(found[request.id]) == 40 and (kind == "sampled" or found[request.id] == plain)
+    assert kind == "sampled" or found == usual(target, asked)
+    assert {len(tokens) for tokens in found.values()} == {20}
 
 
 def test_drafts_in_order_of_survival() -> None:
@@ -206,12 +215,10 @@ def test_drafts_in_order_of_survival() -> None:
 
 def test_others_may_wait_for_a_place(device: SimulatedDevice, reads: list[tuple[int, bool]]) -> None:
     """Steps of those who run are launched ahead until one of them has ended."""
-    target, rules = there(toy_target("qwen3")), [StopRules(count, stop_ids=()) for count in (20, 30, 25, 9, 16)]
+    target, rules = there(toy_target("qwen3")), [StopRules(count, stop_ids=()) for count in (12, 18, 5, 9, 6)]
     asked = [Request(str(i), prompt, rules=own) for i, (prompt, own) in enumerate(zip(prompts(5), rules, strict=True))]
     found = finish(Engine(target, toy_drafter(target), config=EngineConfig(2, 64, 4, 128)), asked)
-    assert len(reads) > 10
-    for request in asked:
-        assert found[request.id] == generate(target, request.prompt, None, request.params, request.rules).tokens
+    assert len(reads) > 5 and found == usual(target, asked)
 
 
 @pytest.mark.parametrize("policy", [ThresholdPolicy(0.5), BY_COST["goodput"](COST)], ids=["threshold", "goodput"])
@@ -229,37 +236,38 @@ def test_a_policy_that_cannot_say_how_many_is_not_launched_ahead(
 def test_usual_steps_beside_who_needs_them(device: SimulatedDevice, reads: list[tuple[int, bool]]) -> None:
     """With a request that asks for a trace, or another temperature, until it has ended."""
     target = there(toy_target("qwen3"))
+    asked = Request("a", [5] * 9, rules=StopRules(16, stop_ids=()))
+    plain = usual(target, [asked])
     for change in ({"trace": True}, {"logprobs": 2}, {"params": SamplingParams(0.5, seed=1)}):
-        engine = Engine(target, toy_drafter(target), config=EngineConfig(4, 64, 4, 128))
-        engine.submit(Request("a", [5] * 9, rules=StopRules(40, stop_ids=())))
-        engine.submit(Request("b", [6] * 9, **{"rules": StopRules(8, stop_ids=()), **change}))  # type: ignore[arg-type]
+        drafter = toy_drafter(target) if "trace" in change else None
+        engine = Engine(target, drafter, config=EngineConfig(4, 64, 4, 128))
+        engine.submit(asked)
+        engine.submit(Request("b", [6] * 9, **{"rules": StopRules(5, stop_ids=()), **change}))  # type: ignore[arg-type]
         tokens: list[int] = []
         while not engine.idle:
             count = len(reads)
             outputs = {output.id: output for output in engine.step()}
             tokens += outputs["a"].tokens if "a" in outputs else []
             assert "b" not in outputs or len(reads) == count
-        assert reads and tokens == generate(target, [5] * 9, rules=StopRules(40, stop_ids=())).tokens
+        assert reads and tokens == plain["a"]
         reads.clear()
 
 
-@pytest.mark.parametrize("drafted", [False, True])
 def test_a_history_in_the_prefix_cache_is_what_was_launched_ahead(
-    device: SimulatedDevice, reads: list[tuple[int, bool]], drafted: bool
+    device: SimulatedDevice, reads: list[tuple[int, bool]]
 ) -> None:
     target, found = there(toy_target("qwen3")), []
     for cached in (True, False):
-        drafter = toy_drafter(target) if drafted else None
-        engine = Engine(target, drafter, config=EngineConfig(2, 64, 4, 128, prefix_cache=cached))
+        engine = Engine(target, toy_drafter(target), config=EngineConfig(1, 64, 4, 128, prefix_cache=cached))
         said, accepted = list(range(5, 20)), []
-        for turn in range(3):
-            outputs = [*engine.run([Request(str(turn), said, rules=StopRules(20, stop_ids=()))])]
+        for turn in range(2):
+            outputs = [*engine.run([Request(str(turn), said, rules=StopRules(16, stop_ids=()))])]
             flat = [output for part in outputs for output in part]
             said = said + [token for output in flat for token in output.tokens] + [7]
             accepted += [output.accepted for output in flat]
             assert (flat[0].cached_tokens > 20) == (cached and turn > 0)
         found.append((said, accepted))
-    assert found[0] == found[1] and len(reads) > 20
+    assert found[0] == found[1] and len(reads) > 10
 
 
 def test_one_request_after_the_other_uses_the_same_graphs(
@@ -294,7 +302,7 @@ def test_what_cannot_be_captured_is_launched_as_usual(
 ) -> None:
     target = there(toy_target("qwen3"))
     request = Request("a", [5] * 9, rules=StopRules(20, stop_ids=()))
-    plain = generate(target, request.prompt, rules=request.rules).tokens
+    plain = usual(target, [request])["a"]
 
     def waits(self: BlockDrafter, aux_TLD: Tensor, *others: Any, **more: Any) -> None:
         assert aux_TLD.sum().item() < 1e9
@@ -303,7 +311,6 @@ def test_what_cannot_be_captured_is_launched_as_usual(
     extend_at = BlockDrafter.extend_at
     monkeypatch.setattr(BlockDrafter, "extend_at", waits)
     engine = Engine(target, toy_drafter(target), config=EngineConfig(4, 64, 4, 128))
-    reads.clear()
     with pytest.warns(UserWarning, match="launched ahead run without CUDA graphs"):
         outputs = [output for part in engine.run([request]) for output in part]
     assert [token for output in outputs for token in output.tokens] == plain and len(reads) == 1
@@ -311,18 +318,16 @@ def test_what_cannot_be_captured_is_launched_as_usual(
 
 def test_few_blocks(device: SimulatedDevice, reads: list[tuple[int, bool]]) -> None:
     """Requests that together need more blocks than there are: some are preempted, and all say the same."""
-    target, rules = there(toy_target("qwen3")), StopRules(40, stop_ids=())
+    target, rules = there(toy_target("qwen3")), StopRules(24, stop_ids=())
     asked = [Request(str(i), prompt, rules=rules) for i, prompt in enumerate(prompts(4, longest=12))]
-    engine = Engine(target, toy_drafter(target), FixedPolicy(), config=EngineConfig(4, 64, 4, num_blocks=26))
+    engine = Engine(target, toy_drafter(target), FixedPolicy(), config=EngineConfig(4, 64, 4, num_blocks=19))
     found: dict[str, list[int]] = {request.id: [] for request in asked}
     preempted = 0
     for outputs in engine.run(asked):
         for output in outputs:
             found[output.id] += output.tokens
         preempted += 0 if engine.last is None else engine.last.preempted
-    assert reads and preempted
-    for request in asked:
-        assert found[request.id] == generate(target, request.prompt, rules=rules).tokens
+    assert reads and preempted and found == usual(target, asked)
 
 
 def places(readers: Sequence[Reader]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -93,12 +93,12 @@ class _Layout(NamedTuple):
         budget_1, scales, terms, uniforms, pages_P, table = parts
         return _Given(
             *head.view(_FIELDS, R).long().unbind(0),
-            budget_1=budget_1,
-            scales_2K=scales.view(2, K),
-            terms_2RK=terms.view(2, R, K),
-            uniforms_RU=uniforms.view(R, U),
-            pages_P=pages_P.long(),
-            table=table.long(),
+            budget_1,
+            scales.view(2, K),
+            terms.view(2, R, K),
+            uniforms.view(R, U),
+            pages_P.long(),
+            table.long(),
         )
 
 
@@ -234,8 +234,10 @@ class _Plan:
     """What a step does, as the host plans it.
 
     Attributes:
-        considered, pause, depths: see `Drafting.ahead`; depths of all turns.
-        longest: most drafts of each that are verified; `budget`: of all.
+        considered, pause: see `Drafting.ahead`.
+        positions: of the chains that are drawn; those near the end of a response are longer than they need to be, so
+            that few graphs serve all.
+        depths: most drafts of each turn, of which `longest` are verified at most, and `budget` of all.
         params: of all requests; None: greedy decoding.
     """
 
@@ -243,6 +245,7 @@ class _Plan:
     turns: list[DraftTurn]
     considered: list[str]
     pause: Pause | None
+    positions: int
     depths: list[int]
     longest: list[int]
     budget: int
@@ -325,7 +328,8 @@ class Ahead:
         if not limits:
             return None
         turns = [DraftTurn(id, self.states[id], limit) for id, limit in limits.items()]
-        started, (considered, pause, depths) = self.engine.clock(), drafting.ahead(turns)
+        started, (considered, pause, wanted) = self.engine.clock(), drafting.ahead(turns)
+        depths = [min(turn.limit, depth) for turn, depth in zip(turns, wanted, strict=True)]
         most = drafting.policy.longest
         longest = depths if most is None else [min(depth, most) for depth in depths]
         (params,) = kinds
@@ -335,6 +339,7 @@ class Ahead:
             turns,
             considered,
             pause=pause,
+            positions=max(wanted),
             depths=depths,
             longest=longest,
             budget=min(drafting.budget(turns, longest), sum(longest)) if any(longest) else 0,
@@ -399,7 +404,7 @@ class Ahead:
     def _numbers(self, plan: _Plan, before: _Flight | None) -> tuple[_Layout, Floats]:
         """What the host gives a step; the order is that of `_Layout.given`."""
         turns, drafting, drafter = plan.turns, self.engine.drafting, self._drafter
-        R, K, count = power_of_two(len(turns)), max(plan.depths), len(turns)
+        R, K, count = power_of_two(len(turns)), plan.positions, len(turns)
         places = {turn.id: i for i, turn in enumerate(turns if before is None else before.plan.turns)}
         blocks = [self.engine.scheduler.running[turn.id].blocks for turn in turns]
         head_FR = np.zeros((_FIELDS, R))
@@ -518,7 +523,7 @@ class Ahead:
         work = [Work(plan.turns[i].id, 0, True, limit=plan.turns[i].limit) for i in live]
         step = engine.new_step(max(plan.started, self._read_at), StepPlan(work, [], []))
         step.ahead, step.draft_clock, step.verify_clock = True, flight.draft_clock, flight.verify_clock
-        K = max(plan.depths)
+        K = plan.positions
         confidences = self._confidences(read_RX[:, _READ + K :], plan)
         proposals, results = list[Proposal](), dict[str, RoundResult]()
         for i, turn in zip(live, step.turns, strict=True):

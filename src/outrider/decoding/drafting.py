@@ -204,7 +204,7 @@ class Drafting:
     def ahead(self, turns: Sequence[DraftTurn]) -> tuple[list[str], Pause | None, list[int]]:
         """Plan the drafts of a step that is launched ahead (decoding/ahead.py), without prompt lookup.
 
-        Return the requests that are considered, why they are not, and how many tokens each turn drafts at most.
+        Return the requests that are considered, why they are not, and how many tokens each turn would draft.
         """
         able = [turn for turn in turns if turn.limit > 0]
         if self.drafter is None or not able:
@@ -215,7 +215,7 @@ class Drafting:
             return ids, pause, [0] * len(turns)
         depths = self._depths(able, {}, other_requests=len(turns) - len(able), other_tokens=0)
         of_id = dict(zip(ids, depths, strict=True))
-        return ids, None, [min(turn.limit, of_id.get(turn.id, 0)) for turn in turns]
+        return ids, None, [of_id.get(turn.id, 0) for turn in turns]
 
     def budget(self, turns: Sequence[DraftTurn], drafted: Sequence[int]) -> int:
         """How many drafts of such a step are verified in all, where each request drafts so many."""
