@@ -38,7 +38,7 @@ from tests.gpu.toys import SAMPLED, decoding, deep_target, dspark
 from tests.toys.engine import finish, prompts, toy_drafter
 from tests.toys.targets import randomise, toy_config, toy_target
 
-MOST_LAUNCHED = 8  # of a step: numbers, two graphs, the state of the next, and what is read
+MOST_LAUNCHED = 6  # of a step: numbers, two graphs, the state of the next, and what is read
 PARAMS = {"greedy": SamplingParams(), "sampled": SAMPLED["plain"], "nucleus": SAMPLED["nucleus"]}
 
 
