@@ -91,14 +91,21 @@ class _Layout(NamedTuple):
         R, K, U, P, _ = self
         head, *parts = numbers.split([R * _FIELDS, 1, 2 * K, 2 * R * K, R * U, P, self.table])
         budget_1, scales, terms, uniforms, pages_P, table = parts
+        row_R, real_R, depth_R, longest_R, capacity_R, drawn_R, first_page_R = head.view(_FIELDS, R).long().unbind(0)
         return _Given(
-            *head.view(_FIELDS, R).long().unbind(0),
-            budget_1,
-            scales.view(2, K),
-            terms.view(2, R, K),
-            uniforms.view(R, U),
-            pages_P.long(),
-            table.long(),
+            row_R,
+            real_R,
+            depth_R,
+            longest_R=longest_R,
+            capacity_R=capacity_R,
+            drawn_R=drawn_R,
+            first_page_R=first_page_R,
+            budget_1=budget_1,
+            scales_2K=scales.view(2, K),
+            terms_2RK=terms.view(2, R, K),
+            uniforms_RU=uniforms.view(R, U),
+            pages_P=pages_P.long(),
+            table=table.long(),
         )
 
 
