@@ -119,24 +119,35 @@ def run(engine: Engine, kind: str) -> dict[str, list[int]]:
     return found
 
 
-def windowed(target: Target) -> BlockDrafter:
-    """A drafter of a layer with a window and one without."""
-    kinds: dict[str, Any] = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}
-    weights = DSpark(toy_config(**kinds))
-    randomise(weights)
-    return BlockDrafter(DrafterWeights(weights.to("cuda")), target)
+def changed(**changes: Any) -> Callable[[Target], BlockDrafter]:
+    """A toy drafter with another config."""
+
+    def made(target: Target) -> BlockDrafter:
+        weights = DSpark(toy_config(**changes))
+        randomise(weights)
+        return BlockDrafter(DrafterWeights(weights.to("cuda")), target)
+
+    return made
 
 
 DRAFTERS: Mapping[str, Callable[[Target], BlockDrafter | None]] = {
     "none": lambda target: None,
     "dspark": toy_drafter,
-    "windowed": windowed,
+    "windowed": changed(layer_types=("sliding_attention", "full_attention"), sliding_window=6),
+    "without heads": changed(markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False),
 }
 
 
 @pytest.mark.parametrize(
     ("drafts", "kind"),
-    [("none", "greedy"), ("none", "nucleus"), ("dspark", "greedy"), ("dspark", "sampled"), ("windowed", "nucleus")],
+    [
+        ("none", "greedy"),
+        ("none", "nucleus"),
+        ("dspark", "greedy"),
+        ("dspark", "sampled"),
+        ("windowed", "nucleus"),
+        ("without heads", "sampled"),
+    ],
 )
 def test_tokens_are_those_of_the_usual_step(
     device: SimulatedDevice, reads: list[tuple[int, bool]], drafts: str, kind: str
@@ -161,16 +172,22 @@ COST = SpsTable([1 / (1 + 0.12 * tokens) for tokens in range(80)])
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("prefix", "greedy"), ("look-ahead", "sampled"), ("skip", "greedy"), ("skip", "sampled")]
+    ("name", "kind", "drafts"),
+    [
+        ("prefix", "greedy", "dspark"),
+        ("look-ahead", "sampled", "dspark"),
+        ("skip", "greedy", "without heads"),
+        ("skip", "sampled", "dspark"),
+    ],
 )
 def test_a_budget_of_earlier_steps_is_spent_on_the_device(
-    device: SimulatedDevice, reads: list[tuple[int, bool]], name: str, kind: str
+    device: SimulatedDevice, reads: list[tuple[int, bool]], name: str, kind: str, drafts: str
 ) -> None:
     """Drafts are verified in part, and greedy text is plain decoding's."""
     target = there(toy_target("qwen3"))
     policy: Policy = BY_COST["look-ahead" if name == "skip" else name](COST)
     policy = SkipDrafting(COST, policy, prior=0.9) if name == "skip" else policy
-    engine = Engine(target, toy_drafter(target), policy, config=EngineConfig(4, 256, 4, 256))
+    engine = Engine(target, DRAFTERS[drafts](target), policy, config=EngineConfig(4, 256, 4, 256))
     asked = [Request(str(i), prompt, PARAMS[kind], StopRules(20, stop_ids=())) for i, prompt in enumerate(prompts(4))]
     found: dict[str, list[int]] = {request.id: [] for request in asked}
     parts = set()
@@ -181,7 +198,7 @@ def test_a_budget_of_earlier_steps_is_spent_on_the_device(
             assert output.error is None
             found[output.id] += output.tokens
             parts.add((output.verified, output.proposed))
-    assert len(reads) > 5 and len({verified for verified, _ in parts}) > 2
+    assert len(reads) > 5 and len({verified for verified, _ in parts}) > 1
     assert any(verified < proposed for verified, proposed in parts)
     assert kind == "sampled" or found == usual(target, asked)
     assert {len(tokens) for tokens in found.values()} == {20}
