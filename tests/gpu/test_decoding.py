@@ -2,7 +2,8 @@
 
 A step of one request on a target of 36 layers launches at most 750 kernels, 1,050 with a DSpark drafter of five layers,
 where no graphs can be made; with them at most 20 and 80.
-The host waits at most 3 times in a greedy step and 5 times in a sampled one, however many requests there are.
+The host waits at most 3 times in a usual greedy step and 5 times in a sampled one, however many requests there are; of
+those that are launched ahead see test_ahead.py.
 """
 
 from __future__ import annotations
