@@ -326,6 +326,17 @@ class SeededSource:
     def uniform(self) -> float:
         return torch.rand((), generator=self._generator, dtype=torch.float64).item()
 
+    def ahead(self, count: int) -> list[float]:
+        """The next numbers of `uniform`, which stay its next ones (decoding/ahead.py)."""
+        state = self._generator.get_state()
+        numbers: list[float] = torch.rand(count, generator=self._generator, dtype=torch.float64).tolist()
+        self._generator.set_state(state)
+        return numbers
+
+    def skip(self, count: int) -> None:
+        """Leave out the next numbers."""
+        torch.rand(count, generator=self._generator, dtype=torch.float64)
+
 
 def not_finite(total: float) -> ValueError:
     """Make the error for probabilities that sum to `total` and so cannot be drawn from."""

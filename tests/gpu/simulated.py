@@ -89,6 +89,8 @@ class Counts:
         if _device is not None and _device.recording:
             raise RuntimeError(f"operation not permitted when stream is capturing: {kind}, at {_place()}")
         self.places[kind, _place()] += 1
+        if _device is not None:
+            _device.finished = _device.recorded
 
     def report(self) -> str:
         """The syncs by place and the commonest operations, for the message of a failed budget."""
@@ -295,6 +297,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.pinned: dict[int, Tensor] = {}
         self.tape: list[tuple[Callable[[], Any], Any]] | None = None  # of the graph that is captured
         self.capturing = 0  # the thread that captures it
+        self.recorded = self.finished = 0  # events, in order
         self.default_stream = _Stream()
         self.thread = threading.local()  # its `stream`, where it has another one
 
@@ -463,22 +466,26 @@ def _captured(graph: _Graph, pool: Any = None, **_: Any) -> Iterator[None]:
 
 
 class _Event:
-    """torch.cuda.Event: complete once the host has waited for anything after it was recorded."""
+    """torch.cuda.Event: complete once the host has waited for it, for a later event or, after it, for anything else."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-        self._recorded = self._time = -1.0
+        self._order, self._time = 0, -1.0
 
     def record(self, stream: _Stream | None = None) -> None:
-        self._recorded, self._time = _counts().syncs, time.perf_counter()
+        assert _device is not None, "outside of the simulated device"
+        _device.recorded += 1
+        self._order, self._time = _device.recorded, time.perf_counter()
         self.stream = stream or _current_stream()
         self.operation = self.stream.operations
 
     def query(self) -> bool:
-        return _counts().syncs > self._recorded
+        return _device is not None and _device.finished >= self._order
 
     def synchronize(self) -> None:
         if not self.query():
+            assert _device is not None, "outside of the simulated device"
             _counts().sync("event")
+            _device.finished = self._order  # what was recorded later may be under way
 
     def elapsed_time(self, end: _Event) -> float:
         return 1000 * (end._time - self._time)

@@ -43,16 +43,32 @@ def synchronising() -> Iterator[list[str]]:
 def test_syncs_of_a_step(requests: int, kind: str) -> None:
     target = deep_target(6)
     engine = Engine(target, dspark(target, layers=2), config=EngineConfig(16, 256))
+    engine.ahead = None
     decoding(engine, requests, SAMPLED.get(kind, SamplingParams()))
     with synchronising() as found:
         engine.step()
     assert len(found) <= MOST_SYNCS["greedy" if kind == "greedy" else "sampled"], "\n".join(found)
 
 
+@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize("kind", ["greedy", "plain"])
+def test_a_step_that_is_launched_ahead_does_not_synchronise(requests: int, kind: str) -> None:
+    """But for the event of the step before."""
+    target = deep_target(6)
+    engine = Engine(target, dspark(target, layers=2), config=EngineConfig(16, 256))
+    decoding(engine, requests, SAMPLED.get(kind, SamplingParams()))
+    for _ in range(3):
+        engine.step()
+    with synchronising() as found:
+        engine.step()
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("drafted", [False, True])
 def test_launches_of_a_round_of_36_layers(drafted: bool) -> None:
     target = deep_target(36)
     engine = Engine(target, dspark(target) if drafted else None)
+    engine.ahead = None
     decoding(engine, 1, SamplingParams())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         engine.step()

@@ -23,6 +23,7 @@ from outrider.decoding.drafting import Drafted, Drafting
 from outrider.decoding.engine import Engine, Step
 from outrider.decoding.learned_cost import LearnedCost, Trial
 from outrider.decoding.policies import (
+    CausalPolicy,
     CostPolicy,
     FixedPolicy,
     LookAhead,
@@ -32,6 +33,8 @@ from outrider.decoding.policies import (
     SkipDrafting,
     StepView,
     ThresholdPolicy,
+    causal_order,
+    lengths_of,
 )
 from outrider.decoding.request import RequestState
 from outrider.decoding.scheduler import BlockAllocator, EngineConfig
@@ -241,6 +244,40 @@ def test_one_request_in_a_stream_that_may_skip_its_drafts(coupled: bool, tally: 
     case = Case(LookAhead(DEAR), gate=gate, coupled=coupled, tokens=(5,))
     assert tally.deviation(case, case.in_stream) <= TOLERANCE
     assert len(gate.decisions) >= 2
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("tokens", [(4, 3), (6,)])
+def test_steps_that_are_launched_ahead(tokens: tuple[int, ...], tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU decides (decoding/ahead.py): how many drafts are verified, and the estimates by which they are ordered,
+    follow from the step before the last; `test_drafts_in_order_of_survival` holds that the device spends them so.
+    """
+    view_now, known = Drafting.view, dict[str, StepView]()
+
+    def viewed(self: Drafting, turns: Sequence[Any], drafted: Drafted, other_tokens: int = 0) -> StepView:
+        kept = self.__dict__.setdefault("kept", [])
+        kept.append(copy.deepcopy(self.acceptance))
+        drafts = drafted.drafts
+        known["view"] = kept[-2 if len(kept) > 1 else -1].step_view(
+            [turn.id for turn in turns],
+            [draft.confidences for draft in drafts],
+            [len(draft.tokens) for draft in drafts],
+            contexts=[len(turn.state.tokens) for turn in turns],
+            sampled=[True] * len(drafts),
+        )
+        return view_now(self, turns, drafted, other_tokens)
+
+    class Launched(CausalPolicy):
+        def lengths(self, view: StepView) -> Ints:
+            old = known["view"]
+            budget = self.budget(replace(view, past=old.past[-1:], expected_K=old.expected_K))
+            return lengths_of(causal_order(old.survival_RK(), view.drafted_R)[:budget], len(view.drafted_R))
+
+    monkeypatch.setattr(Drafting, "view", viewed)
+    watched = Watched(Launched(TABLES["smooth"]))
+    case = Case(watched, tokens=tokens)
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    assert len(watched.decisions) >= 3
 
 
 @pytest.mark.slow

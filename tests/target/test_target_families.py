@@ -135,10 +135,10 @@ def test_requests_in_one_pass_are_computed_as_if_alone(name: str) -> None:
         check_ragged_trees(target)
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in ("qwen3", "llama3.1")])
+@pytest.mark.parametrize("name", sorted(set(PUBLISHED) - {"qwen3", "llama3.1", "deepseek_v4"}))
 @torch.inference_mode()
 def test_four_requests_are_one_call_per_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention in any case, recurrent layers of requests with equally many rows."""
+    """Attention in any case (but DeepSeek-V4's compressed one), recurrent layers of requests with equally many rows."""
     if not attends(torch.float32, torch.device("cpu")):
         pytest.skip("no C compiler here")
     target, calls = published_target(name), Counter[str]()

@@ -101,7 +101,7 @@ _PRIORS_32 = np.array([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
 _MOST_42 = np.array([[2.0, 0.1], [1.0, 0.03], [0.05, 0.02], [0.1, 0.1]])
 _LEAST_42 = np.array([[0.05, 0.02], [0.05, 0.01], [5e-4, 5e-4], [0.02, 0.02]])
 FADE = 0.99
-_CLIP = 1e-3  # of confidences: beyond these, one outcome would move a slope too far
+CLIP = 1e-3  # of confidences: beyond these, one outcome would move a slope too far
 _LEAST_CURVATURE = 1e-3  # h of an outcome that was thought impossible, which must not move everything
 
 
@@ -139,15 +139,19 @@ class LogisticEstimates:
             confidences_RK: the drafters' own c_k, of any number of positions up to `positions`; NaN: none.
                 Without them K is `positions`, and the estimates come from drafts without confidences alone.
         """
+        if confidences_RK is None:
+            confidences_RK = np.full((len(ids), self.positions), np.nan)
+        known_RK, logit_RK = _features(confidences_RK)
+        level_RK, position_RK, slope_RK, request_RK = self.terms(ids, groups_R, known_RK)
+        return sigmoid(level_RK + position_RK + slope_RK * logit_RK + request_RK)
+
+    def terms(self, ids: Sequence[Hashable], groups_R: Ints | None, known_RK: Ints) -> tuple[Floats, ...]:
+        """a, w, v and u of drafts, [R, K] each. `known_RK`: 1 with confidences, 0 without."""
         self._fade_all()
         slots_R = self._slots_of(ids)
-        if confidences_RK is None:
-            confidences_RK = np.full((len(slots_R), self.positions), np.nan)
-        known_RK, logit_RK = _features(confidences_RK)
         slots_R1, groups_R1 = slots_R[:, None], 0 if groups_R is None else groups_R[:, None]
-        places_4RK = self._places(known_RK, slots_R1, groups_R1, positions=np.arange(known_RK.shape[1]))
-        level_RK, position_RK, slope_RK, request_RK = (self._mean_P[places_RK] for places_RK in places_4RK)
-        return sigmoid(level_RK + position_RK + slope_RK * logit_RK + request_RK)
+        places = self._places(known_RK, slots_R1, groups_R1, positions=np.arange(known_RK.shape[1]))
+        return tuple(self._mean_P[places_RK] for places_RK in places)
 
     def observe(
         self,
@@ -255,7 +259,7 @@ class LogisticEstimates:
 def _features(confidences: Floats) -> tuple[Ints, Floats]:
     """Whether there is a confidence, as 0 or 1, and its logit, 0 without one."""
     unknown = np.isnan(confidences)
-    return 1 - unknown.astype(np.int64), logit(np.where(unknown, 0.5, confidences), _CLIP)
+    return 1 - unknown.astype(np.int64), logit(np.where(unknown, 0.5, confidences), CLIP)
 
 
 # ----------------------------------------------------------------------------
@@ -356,6 +360,16 @@ class Acceptance:
         estimated_RK = view.confidences_RK.copy()
         estimated_RK[:, : self.gamma] = np.where(drafted_RJ, estimated_RJ, own_RJ)
         return replace(view, confidences_RK=estimated_RK, drafter_RK=view.confidences_RK)
+
+    def terms(self, ids: Sequence[Hashable], positions: int, *, sampled: bool, confident: bool) -> Floats:
+        """Slopes and offsets [2, R, K] by which the device makes logits of estimates from the drafter's own, clipped at
+        `CLIP`, or from 0 where it has no confidences (decoding/ahead.py).
+        """
+        assert self._estimates is not None, "chains"
+        known_RK = np.full((len(ids), positions), int(confident))
+        groups_R = np.full(len(ids), int(sampled))
+        level_RK, position_RK, slope_RK, request_RK = self._estimates.terms(ids, groups_R, known_RK)
+        return np.stack([slope_RK, level_RK + position_RK + request_RK])
 
     def skip(self, requests: int) -> None:
         """Note a step of so many requests in which nothing was drafted."""

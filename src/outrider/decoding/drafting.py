@@ -19,7 +19,7 @@ Shapes: R requests, K positions, T tokens, L aux layers, D target hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -200,6 +200,34 @@ class Drafting:
         return Drafted(
             [proposals[turn.id] for turn in turns], ids, len(drafts), lookups=lookups, pause=pause, failed=failed
         )
+
+    def ahead(self, turns: Sequence[DraftTurn]) -> tuple[list[str], Pause | None, list[int]]:
+        """Plan the drafts of a step that is launched ahead (decoding/ahead.py), without prompt lookup.
+
+        Return the requests that are considered, why they are not, and how many tokens each turn would draft.
+        """
+        able = [turn for turn in turns if turn.limit > 0]
+        if self.drafter is None or not able:
+            return [], None, [0] * len(turns)
+        ids = [turn.id for turn in able]
+        pause = self.backoff.pause(ids, len(turns), 0)
+        if pause is not None:
+            return ids, pause, [0] * len(turns)
+        depths = self._depths(able, {}, other_requests=len(turns) - len(able), other_tokens=0)
+        of_id = dict(zip(ids, depths, strict=True))
+        return ids, None, [of_id.get(turn.id, 0) for turn in turns]
+
+    def budget(self, turns: Sequence[DraftTurn], drafted: Sequence[int]) -> int:
+        """How many drafts of such a step are verified in all, where each request drafts so many."""
+        ids, contexts = [turn.id for turn in turns], [len(turn.state.tokens) for turn in turns]
+        view = self.acceptance.step_view(
+            ids,
+            [[]] * len(turns),
+            drafted,
+            contexts=contexts,
+            sampled=[turn.state.params.temperature > 0 for turn in turns],
+        )
+        return self.policy.budget(replace(view, past=view.past[-1:]))
 
     def _look_up(self, turns: Sequence[DraftTurn], shortest_suffix: int) -> Mapping[str, Lookup]:
         """What prompt lookup offers these requests, by id; `shortest_suffix` 0: nothing is searched."""

@@ -9,7 +9,8 @@
 
 A request's tokens come from its own generator and its own rows, so they do not depend on who else is in the step; at
 temperature 0 they are plain decoding's (up to ties of rounding, docs/architecture.md). Before a step all committed
-tokens of a request but the last, the anchor, are in the target's cache.
+tokens of a request but the last, the anchor, are in the target's cache. On a GPU steps that only decode are launched
+before the one before is read, where that is possible (decoding/ahead.py).
 Source: Leviathan et al., arXiv 2211.17192; DSpark, arXiv 2607.05147. Shapes: R requests, K draft positions.
 """
 
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from outrider.decoding.ahead import Ahead
 from outrider.decoding.drafting import Drafted, Drafting, DraftTurn, SchedulerState
 from outrider.decoding.policies import FixedPolicy, Policy, StepView
 from outrider.decoding.prefix_cache import add_keys
@@ -94,6 +96,7 @@ class Step:
         prefill_tokens: rows that read prompts.
         context: mean tokens of the requests that decode, before the step.
         drafted: their drafts, and how they came about.
+        ahead: whether it was launched ahead: its chains' rows stay where they are, and the drafter has read them.
     """
 
     started: float
@@ -105,6 +108,7 @@ class Step:
     draft_clock: Clock
     verify_clock: Clock
     drafted: Drafted = field(default_factory=lambda: Drafted([]))
+    ahead: bool = False
 
 
 class Engine:
@@ -156,6 +160,7 @@ class Engine:
         self.last: StepRecord | None = None
         self._states: dict[str, RequestState] = {}
         self._requests: dict[str, Request] = {}
+        self.ahead = Ahead.of(self, self._states, self._requests) if target.device.type == "cuda" else None
 
     @property
     def idle(self) -> bool:
@@ -236,6 +241,8 @@ class Engine:
         An exception in what is done for one request alone (its session, drawing its drafts, verifying them, its text)
         ends that request with the finish "error"; one in what is done for all together is raised.
         """
+        if self.ahead is not None and (ahead := self.ahead.step()) is not None:
+            return ahead
         step = self.begin()
         if not step.plan.work:
             return []
@@ -244,7 +251,7 @@ class Engine:
         scores = self.score(step, verified)
         results = self.verify(step, drafts, verified, scores=scores)
         outputs = self.commit(step, view, scores, results=results)
-        return self._record(step, scores, results, outputs=outputs)
+        return self.record(step, scores, results, outputs=outputs)
 
     def begin(self) -> Step:
         """Plan a step; sessions of the requests that enter it begin."""
@@ -261,6 +268,11 @@ class Engine:
                 failed[id] = error
             else:
                 self._give_cached(id)
+        return self.new_step(started, plan, failed)
+
+    def new_step(self, started: float, plan: StepPlan, failed: dict[str, Exception] | None = None) -> Step:
+        """A step of this plan; `failed`: requests that do not decode any more."""
+        failed = {} if failed is None else failed
         turns = [
             DraftTurn(work.id, self._states[work.id], 0 if work.id in failed else work.limit)
             for work in plan.work
@@ -349,11 +361,12 @@ class Engine:
                 path = results[work.id].verdict.path
                 kept[work.id] = [*range(work.prefill + 1), *(work.prefill + 1 + node for node in path)]
         at = self.scheduler.running
-        with step.verify_clock:
-            self.kv.keep_paths([(at[id].blocks, at[id].cached - len(rows), rows) for id, rows in kept.items()])
         if step.turns:
             self.drafting.observe(step.turns, step.drafted, view, results=[results.get(turn.id) for turn in step.turns])
-        self._read(step, scores, kept)
+        if not step.ahead:
+            with step.verify_clock:
+                self.kv.keep_paths([(at[id].blocks, at[id].cached - len(rows), rows) for id, rows in kept.items()])
+            self._read(step, scores, kept)
         if self.config.prefix_cache:
             for id in kept:
                 salt = self._requests[id].cache_salt
@@ -452,7 +465,7 @@ class Engine:
         self.scheduler.remove(id)
         self.drafting.forget(id, state.response)
 
-    def _record(
+    def record(
         self, step: Step, scores: Scores, results: Mapping[str, RoundResult], outputs: Sequence[Output]
     ) -> list[Output]:
         """The outputs with their share of the step's seconds; `last` is its record."""

@@ -4,6 +4,7 @@
     ThresholdPolicy   l_r = the longest prefix with every c_k >= threshold
     PrefixScheduler   tokens in order of survival while throughput improves                    (DSpark, algorithm 1)
     AsyncScheduler    the number of tokens from two steps ago, spent in order of survival      (DSpark, production form)
+                      (also the rule of the others that weigh c_k, where steps are launched ahead: decoding/ahead.py)
     GoodputPolicy     one length for all requests, from the estimates of earlier steps         (TurboSpec)
     LookAhead         PrefixScheduler that plans with the expected survival after each frontier      (ours)
     SkipDrafting      drafts where that raises throughput, and verifies as another policy            (ours)
@@ -229,6 +230,26 @@ class Policy:
         """How many of its draft tokens each request has verified, [R]."""
         raise NotImplementedError
 
+    # Of a step that is launched before its confidences are read (decoding/ahead.py).
+
+    @property
+    def budgets(self) -> bool:
+        """Whether `budget` can say how many drafts such a step verifies."""
+        return False
+
+    @property
+    def longest(self) -> int | None:
+        """Most drafts of a request that it ever verifies; None: all."""
+        return None
+
+    def budget(self, view: StepView) -> int:
+        """How many drafts such a step verifies at most, in order of survival.
+
+        Args:
+            view: of `past`, the latest step that has been read; its confidences are not those of the step.
+        """
+        raise NotImplementedError
+
     def reason(self, view: StepView, lengths_R: Ints, request: int) -> str:
         """Why the draft of this request is verified no further than `lengths` says, for people.
 
@@ -275,7 +296,7 @@ def predicted_survival(view: StepView, least: float = 0.0) -> Floats:
 
 
 STEPS = 65534
-_LAST = STEPS + 1  # after everything drafted
+LAST = STEPS + 1  # after everything drafted
 
 
 def falling(survival: Floats) -> NDArray[np.uint16]:
@@ -287,7 +308,7 @@ def falling(survival: Floats) -> NDArray[np.uint16]:
 def causal_order(survival_RK: Floats, drafted_R: Ints) -> Ints:
     """Flat indices k * R + r of all drafted tokens, best first, [N]."""
     drafted_KR = np.arange(survival_RK.shape[1])[:, None] < drafted_R
-    keys_KR = np.where(drafted_KR, falling(survival_RK.T), np.uint16(_LAST))
+    keys_KR = np.where(drafted_KR, falling(survival_RK.T), np.uint16(LAST))
     order_N: Ints = np.argsort(keys_KR, axis=None, kind="stable")[: int(drafted_R.sum())]
     return order_N
 
@@ -323,6 +344,17 @@ class FixedPolicy(Policy):
 
     def lengths(self, view: StepView) -> Ints:
         return view.drafted_R if self.length is None else np.minimum(view.drafted_R, self.length)
+
+    @property
+    def budgets(self) -> bool:
+        return True
+
+    @property
+    def longest(self) -> int | None:
+        return self.length
+
+    def budget(self, view: StepView) -> int:
+        return int(view.drafted_R.sum())
 
     def reason(self, view: StepView, lengths_R: Ints, request: int) -> str:
         return f"the policy verifies {self.length} drafts of a request"
@@ -402,6 +434,14 @@ class CausalPolicy(CostPolicy):
         order_N = causal_order(survival_RK, view.drafted_R)
         return lengths_of(order_N[: self.admitted(view, survival_RK, order_N)], len(survival_RK))
 
+    @property
+    def budgets(self) -> bool:
+        return True
+
+    def budget(self, view: StepView) -> int:
+        """By DSpark's asynchronous rule, whatever the policy."""
+        return _asynchronous(self.cost, view, int(view.drafted_R.sum()))
+
     def admitted(self, view: StepView, survival_RK: Floats, order_N: Ints) -> int:
         """How many of the candidates `order_N`, at least one, are verified."""
         raise NotImplementedError
@@ -430,15 +470,20 @@ class AsyncScheduler(CausalPolicy):
     basis: ClassVar[str] = "; the number of drafts was chosen from the confidences of two steps ago"
 
     def admitted(self, view: StepView, survival_RK: Floats, order_N: Ints) -> int:
-        drafting = int(np.count_nonzero(view.drafted_R))
-        old_RK = _earlier_survival(view)
-        if old_RK is None:
-            return drafting
-        curve, scale = gains(old_RK), drafting / len(old_RK)
-        admitted_N = np.arange(len(order_N) + 1)
-        gained = scale * np.interp(admitted_N / scale, np.arange(len(curve)), curve)
-        throughput = (len(view.drafted_R) + gained) / step_seconds(self.cost, view, admitted_N)
-        return int(throughput.argmax())
+        return _asynchronous(self.cost, view, len(order_N))
+
+
+def _asynchronous(cost: StepCost, view: StepView, candidates: int) -> int:
+    """m* of so many candidates, from the earliest of `view.past`."""
+    drafting = int(np.count_nonzero(view.drafted_R))
+    old_RK = _earlier_survival(view)
+    if old_RK is None:
+        return drafting
+    curve, scale = gains(old_RK), drafting / len(old_RK)
+    admitted_N = np.arange(candidates + 1)
+    gained = scale * np.interp(admitted_N / scale, np.arange(len(curve)), curve)
+    throughput = (len(view.drafted_R) + gained) / step_seconds(cost, view, admitted_N)
+    return int(throughput.argmax())
 
 
 def _earlier_survival(view: StepView) -> Floats | None:
@@ -496,7 +541,9 @@ _SORTED = 8_192  # candidates in all plans of a step together, which bounds its 
 class LookAhead(CausalPolicy):
     """Causal look-ahead: admit planned tokens while their survival holds the plan's price.
 
-    Before any step has been recorded, plans reach no further than the frontiers.
+    Before any step has been recorded, plans reach no further than the frontiers. Steps that are launched ahead follow
+    the asynchronous rule instead (`budget`).
+
 
     Args:
         margin: share of the throughput of requests with drafts that the first plan must promise to gain over verifying
@@ -603,6 +650,8 @@ class _Plan:
 class SkipDrafting(Policy):
     """Draft only if that raises throughput by the step's whole cost, and verify as `policy` says.
 
+    Of a step that is launched ahead, `depths` and `budget` follow from the step before the last.
+
     Args:
         policy: how many drafts are verified; all of them by default.
         probe_share: of the time, spent at most on finding out whether drafting pays again.
@@ -659,6 +708,19 @@ class SkipDrafting(Policy):
         if self._trial(len(view.drafted_R), view.other_tokens):
             return view.drafted_R
         return self.policy.lengths(view)
+
+    @property
+    def budgets(self) -> bool:
+        return self.policy.budgets
+
+    @property
+    def longest(self) -> int | None:
+        return self.policy.longest
+
+    def budget(self, view: StepView) -> int:
+        if self._trial(len(view.drafted_R), view.other_tokens):
+            return int(view.drafted_R.sum())
+        return self.policy.budget(view)
 
     def reason(self, view: StepView, lengths_R: Ints, request: int) -> str:
         return self.policy.reason(view, lengths_R, request)

@@ -12,7 +12,7 @@ prefill, or the anchor and its drafts, or the end of its prefill and the anchor.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -178,6 +178,24 @@ class Scheduler:
             budget -= sum(one.prefill + one.decodes for one in part)
         return StepPlan(work, admitted, preempted)
 
+    def ahead(self, under_way: Mapping[str, int]) -> dict[str, int]:
+        """The next step if it only decodes, while a step is under way that gives these requests so many tokens at most
+        (decoding/ahead.py): most draft tokens of each request, none of which has ended for certain.
+
+        {}: it has other work, or there are too few blocks. Blocks for all rows are allocated when this returns.
+        """
+        if self._may_enter() or any(p.cached != p.length - 1 for p in self.running.values()):
+            return {}
+        share, limits = self._share(len(self.running)), dict[str, int]()
+        for id, progress in self.running.items():
+            left, more = progress.capacity - progress.length, under_way.get(id, 0)
+            if more and left <= 1:
+                continue
+            limits[id] = max(0, min(progress.most_drafts, share, left - 1))
+            if not self._grow(progress, min(more + limits[id], left)):
+                return {}
+        return limits
+
     def advance(self, id: str, rows: int) -> None:
         """`rows` of prefill are cached now."""
         self.running[id].cached += rows
@@ -216,10 +234,7 @@ class Scheduler:
             while id in self.running and not self._grow(self.running[id], 0):
                 self._preempt(next(reversed(self.running)), preempted)
         decoding = [id for id in decoding if id in self.running]
-        budget = self.config.token_budget
-        if self.waiting or len(decoding) < len(self.running):  # keep a quarter of the rows for prefill
-            budget = max(len(decoding), budget - budget // 4)
-        share = budget // max(len(decoding), 1) - 1
+        share = self._share(len(decoding))
         limits: dict[str, int] = {}
         for id in decoding:
             progress = self.running[id]
@@ -231,6 +246,20 @@ class Scheduler:
                 limit -= 1
             limits[id] = limit
         return limits
+
+    def _may_enter(self) -> bool:
+        """Whether `plan` may admit a request, all of whose prompt might be cached."""
+        if not self.waiting or len(self.running) >= self.config.max_requests:
+            return False
+        _, progress = self.waiting[0]
+        return self._blocks_for(progress.length) - len(progress.keys) <= self.allocator.available
+
+    def _share(self, decoding: int) -> int:
+        """Most draft tokens that each of so many requests gets of the rows of a step."""
+        budget = self.config.token_budget
+        if self.waiting or decoding < len(self.running):  # keep a quarter of the rows for prefill
+            budget = max(decoding, budget - budget // 4)
+        return budget // max(decoding, 1) - 1
 
     def _release_draft_slots(self, decoding: Sequence[Progress]) -> None:
         """When KV blocks run out, drop drafts before preempting a request: free the blocks that drafts left unused."""

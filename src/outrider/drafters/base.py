@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from outrider.drafters.rope import RopeTables
 from outrider.sampling import Constraint, PositionNoise, RandomSource, SamplingParams, SeenTokens, constrained
 from outrider.target.linear import Packable, PackedLinear, pack
 from outrider.target.model import DecodingTarget, Target
+from outrider.target.paged_attention import Division, Ints
 from outrider.utils.measure import on_device
 
 if TYPE_CHECKING:
@@ -176,6 +177,10 @@ class Drafter(ABC):
             return "candidates"
         return "confidences" if cls.session_at is not Drafter.session_at else None
 
+    def ahead(self) -> DeviceDrafter | None:
+        """Itself, if its blocks and chains can follow tokens that are on a GPU alone."""
+        return None
+
     def with_heads(self, heads: ChainHeads) -> Drafter:
         """The same drafter, its chains sampled with other heads."""
         other = copy.copy(self)
@@ -189,6 +194,44 @@ class Drafter(ABC):
             ValueError: it drafts chains only, or has no such trees.
         """
         raise ValueError(f"tree {size}: this drafter drafts chains only.")
+
+
+class DeviceDrafter(Protocol):
+    """What launching ahead (decoding/ahead.py) needs of a drafter, whose anchors and lengths are on a GPU alone.
+
+    Its chains are drawn with `heads` from logits of `head`. The host reads no values, so that graphs may do all of it.
+    Shapes: R requests, T rows of the target, H draft hidden.
+    """
+
+    heads: ChainHeads
+    head: Head
+
+    def memory(self, end: int) -> list[Tensor]:
+        """What graphs of the other calls read, made ready for blocks behind `end` tokens."""
+        ...
+
+    def table(self, sessions: Sequence[Any], requests: int) -> Ints:
+        """Where these sessions have their keys, padded to so many requests."""
+        ...
+
+    def block_at(self, anchors_R: Tensor, lengths_R: Tensor, real_R: Tensor, *, table: Tensor) -> Tensor:
+        """Hidden states of the draft positions, [R, gamma, H].
+
+        Args:
+            lengths_R: committed tokens that each session has read.
+            real_R: 1, or 0 for padding.
+            table: as `table` gives it, on the device.
+        """
+        ...
+
+    def extend_at(self, aux_TLD: Tensor, positions_T: Tensor, rows: Division, *, table: Tensor) -> None:
+        """As `Drafter.extend` of rows at these positions, those of rejected drafts included, which the next block
+        overwrites before it reads them.
+
+        Args:
+            rows: whose they are.
+        """
+        ...
 
 
 class WrappedDrafter(Drafter):

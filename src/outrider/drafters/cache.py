@@ -18,7 +18,18 @@ from torch import Tensor
 
 from outrider.drafters.config import LayerConfig
 from outrider.drafters.layers import EVERYTHING, Attention, AttentionPattern
-from outrider.target.paged_attention import MOST_SEEN, HostPlan, Plan, Reader, Sizes, attend
+from outrider.target.paged_attention import (
+    MOST_SEEN,
+    Division,
+    HostPlan,
+    Plan,
+    Reader,
+    Sizes,
+    Tables,
+    attend,
+    divide,
+    most_items,
+)
 from outrider.target.paged_attention import plan as make_plan
 from outrider.utils.measure import on_device
 
@@ -295,6 +306,63 @@ class DraftPool:
             kept_T = None if len(rows_T) == first else on_device(torch.from_numpy(np.concatenate(kept)), self.device)
             rows_of[pattern] = on_device(torch.from_numpy(rows_T), self.device), kept_T
         return [rows_of[pattern] for pattern in self.patterns]
+
+    # Where anchors and lengths are on the device alone (decoding/ahead.py), plans are made there. Numbers of the host:
+    # first pages [R] | slots [R] of each kind of layer | pages of all requests [P].
+
+    def table(self, sessions: Sequence[DraftSession], requests: int, pages: int) -> Ints:
+        """The numbers of these sessions, padded to so many requests and pages."""
+        kinds = list(dict.fromkeys(self.patterns))
+        head_XR, pages_P = np.zeros((1 + len(kinds), requests), dtype=np.int64), np.zeros(pages, dtype=np.int64)
+        ends = np.cumsum([len(session.pages) for session in sessions])
+        head_XR[0, 1 : len(sessions)] = ends[:-1]
+        for row_R, pattern in zip(head_XR[1:], kinds, strict=True):
+            layer = self.patterns.index(pattern)
+            row_R[: len(sessions)] = [session.slots[layer] for session in sessions]
+        pages_P[: ends[-1]] = np.concatenate([session.pages for session in sessions])
+        return np.concatenate([head_XR.reshape(-1), pages_P])
+
+    def tables_of(self, table: Tensor, requests: int) -> dict[AttentionPattern, Tables]:
+        """Where sessions have their pages in each kind of layer, of a `table` on the device."""
+        kinds = list(dict.fromkeys(self.patterns))
+        head, pages_P = table.split([requests * (1 + len(kinds)), len(table) - requests * (1 + len(kinds))])
+        first_page_R, *slots = head.view(-1, requests).unbind(0)
+        return {
+            pattern: Tables(first_page_R, pages_P, _PAGE, slots_R=slots_R)
+            for pattern, slots_R in zip(kinds, slots, strict=True)
+        }
+
+    def source_of(self, table: Tensor, lengths_R: Tensor, real_R: Tensor, rows: int) -> PooledKeys:
+        """The key source of drafts of so many rows behind these lengths. `real_R`: 1, or 0 for padding."""
+        R, shared = len(lengths_R), {}
+        for pattern, tables in self.tables_of(table, R).items():
+            sees_K = 2 ** torch.arange(1, rows + 1, device=table.device) - 1
+            found = divide(
+                rows * real_R,
+                lengths_R,
+                tables,
+                groups=self.groups,
+                rows=R * rows,
+                items=most_items(R * rows),
+                window=pattern.window,
+                sees_T=sees_K.repeat(R) if pattern.causal else None,
+            )
+            shared[pattern] = found.slots_T, found.plan(tables, window=pattern.window, drafts=True)
+        return PooledKeys(self, shared)
+
+    def append_at(
+        self, table: Tensor, rows: Division, positions_T: Tensor, *, layers: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Write keys and values [T, G, E] of new tokens, layer by layer; `rows` says whose they are.
+
+        Padding goes to the first page.
+        """
+        at = {
+            pattern: tables.slots_at(rows.request_T, positions_T).masked_fill(rows.padding_T, 0)
+            for pattern, tables in self.tables_of(table, len(rows.requests_R6)).items()
+        }
+        for i, (keys_values, pattern) in enumerate(zip(layers, self.patterns, strict=True)):
+            self.write(i, at[pattern], keys_values=keys_values)
 
 
 class PooledKeys:

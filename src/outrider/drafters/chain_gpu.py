@@ -53,20 +53,15 @@ def sample_on_gpu(
     if graphs is not None and graphs.captures and draws.alike and not heads.estimates:
         params = draws.groups[0].params if draws.groups else None
 
-        def captured(hidden_RKH: Tensor, anchors_R: Tensor, uniforms_RK: Tensor) -> _Drawn:
-            members = list(range(len(hidden_RKH)))
-            members_R = torch.arange(len(hidden_RKH), device=device)
-            groups = [] if params is None else [_Alike(params, members, members_R, noises=[], seen_AV=None)]
-            same = replace(draws, groups=groups, uniforms_RK=uniforms_RK, probs=[[] for _ in groups])
-            drawn = _walk(base_logits, hidden_RKH, anchors_R, draws=same, temperatures=())
-            return drawn._replace(probs=[torch.stack(list(rows)) for rows in drawn.probs])
+        def captured(hidden_RKH: Tensor, anchors_R: Tensor, uniforms_RK: Tensor) -> Drawn:
+            return draw_alike(base_logits, hidden_RKH, anchors_R, uniforms_RK=uniforms_RK, heads=heads, params=params)
 
         drawn = graphs.chain((K, params), [hidden_RKH, anchors_R, uniforms_RK], captured)
         certain_RK, embedding_RKr = (None if part is None else part[:R] for part in drawn[2:4])
         kept = [
             rows_KAVd[:, :R].clone() for rows_KAVd in drawn.probs if isinstance(rows_KAVd, Tensor)
         ]  # until verification
-        drawn = _Drawn(drawn.tokens_RK[:R], drawn.firsts_RK[:R], certain_RK, embedding_RKr=embedding_RKr, probs=kept)
+        drawn = Drawn(drawn.tokens_RK[:R], drawn.firsts_RK[:R], certain_RK, embedding_RKr=embedding_RKr, probs=kept)
     else:
         on_gpu = replace(draws, uniforms_RK=on_device(uniforms_RK, device))
         drawn = _walk(base_logits, hidden_RKH, on_device(anchors_R, device), draws=on_gpu, temperatures=temperatures)
@@ -94,7 +89,28 @@ def sample_on_gpu(
     ]
 
 
-class _Drawn(NamedTuple):
+def draw_alike(
+    base_logits: Callable[[Tensor], Tensor],
+    hidden_RKH: Tensor,
+    anchors_R: Tensor,
+    *,
+    uniforms_RK: Tensor,
+    heads: ChainHeads,
+    params: SamplingParams | None,
+) -> Drawn:
+    """The chains of requests that nothing but uniform numbers tells from each other. The host reads no values, so that
+    a graph may do it; `probs` has one tensor [K, R, Vd], or none where `params` is None, greedy drafts.
+    """
+    members, groups = list(range(len(hidden_RKH))), list[_Alike]()
+    if params is not None:
+        members_R = torch.arange(len(hidden_RKH), device=hidden_RKH.device)
+        groups = [_Alike(params, members, members_R, noises=[], seen_AV=None)]
+    draws = _Draws((), heads, groups, uniforms_RK=uniforms_RK, probs=[[] for _ in groups])
+    drawn = _walk(base_logits, hidden_RKH, anchors_R, draws=draws, temperatures=())
+    return drawn._replace(probs=[torch.stack(list(rows)) for rows in drawn.probs])
+
+
+class Drawn(NamedTuple):
     """A chain: tokens, the probabilities that they were drawn with, confidences of estimators, and of each group of
     requests that are warped together p_k [A, Vd] by position.
     """
@@ -112,7 +128,7 @@ def _walk(
     previous_R: Tensor,
     draws: _Draws,
     temperatures: Sequence[float],
-) -> _Drawn:
+) -> Drawn:
     """Draw all positions; `previous_R` are the anchors."""
     (R, K, _), heads, head = hidden_RKH.shape, draws.heads, draws.heads.sequential
     base_RKVd = base_logits(hidden_RKH.flatten(0, 1)).unflatten(0, (R, K))
@@ -133,7 +149,7 @@ def _walk(
         firsts.append(first_R)
     certain_RK, embedding_RKr = (torch.stack(part, dim=1) if part else None for part in (certain, embeddings))
     tokens_RK, firsts_RK = torch.stack(tokens, dim=1), torch.stack(firsts, dim=1)
-    return _Drawn(tokens_RK, firsts_RK, certain_RK, embedding_RKr=embedding_RKr, probs=draws.probs)
+    return Drawn(tokens_RK, firsts_RK, certain_RK, embedding_RKr=embedding_RKr, probs=draws.probs)
 
 
 @dataclass(frozen=True)

@@ -145,12 +145,17 @@ class ChainHeads:
 
         return self._mixed(scaled, temperatures, logits_RK.device).sigmoid()
 
+    def scale(self, k: int, temperature: float) -> tuple[float, float]:
+        """Slope and offset of the logit of c_k at position k, counted from 0, for a request at this temperature."""
+        slope, offset = self.scaling.at(k)
+        if self.sampled is None:
+            return slope, offset
+        (share,), (other_slope, other_offset) = self._shares([temperature]), self.sampled.scaling.at(k)
+        return slope + share * (other_slope - slope), offset + share * (other_offset - offset)
+
     def uncalibrated(self, confidence: float, k: int, temperature: float) -> float:
         """The confidence at position k, counted from 0, that `calibrated` made `confidence` of."""
-        slope, offset = self.scaling.at(k)
-        if self.sampled is not None:
-            (share,), (other_slope, other_offset) = self._shares([temperature]), self.sampled.scaling.at(k)
-            slope, offset = slope + share * (other_slope - slope), offset + share * (other_offset - offset)
+        slope, offset = self.scale(k, temperature)
         inside = min(max(confidence, 1e-9), 1 - 1e-9)  # float32 sigmoids reach 0 and 1
         logit = math.log(inside) - math.log1p(-inside)
         return 0.5 + 0.5 * math.tanh(0.5 * (logit - offset) / slope)

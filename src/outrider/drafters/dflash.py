@@ -58,10 +58,11 @@ from outrider.drafters.layers import Attention, AttentionPattern, BlockLayout, K
 from outrider.drafters.rope import Rope, RopeScaling, describe_rope, rope_table
 from outrider.drafters.target_weights import copy_target_layers, layer_shapes
 from outrider.drafters.trees import BlockTreeDrafter
+from outrider.target.graphs import FEWEST_PAGES, power_of_two
 from outrider.target.kernels import LayerKernels, Norms
 from outrider.target.linear import Packable
 from outrider.target.model import Target, full_tensor
-from outrider.target.paged_attention import available
+from outrider.target.paged_attention import Division, Ints, available
 from outrider.utils.measure import on_device
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as transformers names them
@@ -468,6 +469,36 @@ class BlockDrafter(ModuleDrafter[DFlash]):
 
     def _blocks(self, anchors_R: Tensor, rope: Rope, source: KeySource) -> Tensor:
         return self.module.blocks(self.embed(self.module.block_tokens(anchors_R)), rope, source)
+
+    def ahead(self) -> BlockDrafter | None:
+        own = type(self).propose is BlockDrafter.propose and type(self).extend is BlockDrafter.extend
+        return self if own and self.graphs is not None and self.graphs.captures and not self.heads.estimates else None
+
+    # See `DeviceDrafter`: its sessions are in a pool.
+
+    def memory(self, end: int) -> list[Tensor]:
+        self.rope.cover(end + self.config.block_size)
+        return [*self._pool.layers, *self.rope.kept]
+
+    def table(self, sessions: Sequence[DraftSession], requests: int) -> Ints:
+        pages = power_of_two(sum(len(session.pages) for session in sessions))
+        return self._pool.table(sessions, requests, max(FEWEST_PAGES, pages))
+
+    def block_at(self, anchors_R: Tensor, lengths_R: Tensor, real_R: Tensor, *, table: Tensor) -> Tensor:
+        K = self.config.block_size
+        positions_RK = lengths_R[:, None] + torch.arange(K, device=self.device)
+        cos, sin = (kept[positions_RK] for kept in self.rope.kept)
+        return self._blocks(anchors_R, (cos, sin), self._pool.source_of(table, lengths_R, real_R, rows=K))
+
+    def extend_at(self, aux_TLD: Tensor, positions_T: Tensor, rows: Division, *, table: Tensor) -> None:
+        cos, sin = (kept[positions_T] for kept in self.rope.kept)
+        layers = self.module.context_keys_values(aux_TLD.float(), (cos, sin))
+        self._pool.append_at(table, rows, positions_T, layers=layers)
+
+    @property
+    def _pool(self) -> DraftPool:
+        assert isinstance(self.caches, DraftPool)
+        return self.caches
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""

@@ -159,11 +159,17 @@ class StepGraphs:
 
     def _run(self, buffer: Tensor, shape: Shape, kv: PagedKV) -> tuple[Tensor, Tensor | None]:
         """Run the padded step: [T, D] and [T, L, D]; of the host it reads only the shapes of its arguments."""
-        decoder, aux_layers = self.decoder, shape.aux_layers
         tokens_T, slots_T, numbers = buffer.split([shape.rows, shape.rows, sum(shape.plan.lengths)])
         made = Plan.of(numbers, shape.plan, page_size=kv.block_size)
+        return self.packed(tokens_T, slots_T, made, kv=kv, aux_layers=shape.aux_layers)
+
+    def packed(
+        self, tokens_T: Tensor, slots_T: Tensor, made: Plan, *, kv: PagedKV, aux_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the rows of a plan, padding included: normed last hidden states [T, D], aux hidden states [T, L, D]."""
+        decoder = self.decoder
         # Padding rows are not written: they stay zero.
-        out_THE = decoder.embed.new_zeros(shape.rows, decoder.groups * decoder.kv_heads, decoder.head_dim)
+        out_THE = decoder.embed.new_zeros(len(tokens_T), decoder.groups * decoder.kv_heads, decoder.head_dim)
 
         def attend_all(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for pool_KSE, new_1KTE in zip(kv.layers[layer], (k, v), strict=True):

@@ -116,7 +116,7 @@ class PagedKV:
                 keys, values = (target.embed_VD.new_empty(L, K, slots, E) for E in dims)
             self.pools.append((keys, values))
         self.layers = [layer for keys, values in self.pools for layer in zip(keys, values, strict=True)]
-        self.aux_SLD = target.embed_VD.new_empty(self.spare_slot, aux_layers, target.hidden_size)
+        self.aux_SLD = target.embed_VD.new_empty(slots, aux_layers, target.hidden_size)
         self._bytes_beside = int(numbers_per_token(config) * block_size) * self.dtype.itemsize
 
     @property
@@ -131,7 +131,7 @@ class PagedKV:
     def block_bytes(self) -> int:
         """Memory of one block, with that of states that grow with a text."""
         kept = sum(pool.nbytes // pool.shape[2] * self.block_size for pool in chain.from_iterable(self.pools))
-        return kept + self._bytes_beside + self.aux_SLD.nbytes // self.num_blocks
+        return kept + self._bytes_beside + self.aux_SLD.nbytes // len(self.aux_SLD) * self.block_size
 
     def claim(self) -> None:
         """Write every slot once to commit the memory to this process, before anything is stored in it."""

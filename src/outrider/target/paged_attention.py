@@ -6,8 +6,8 @@
                                           and t's position - p < window
 
 Keys and values are read where they are, without copies and masks. On a CPU the kernel (target/kernels.c) reads the
-`tables` of a step. A GPU needs the work in parts: a list of items, which the host makes (`plan`) and a kernel computes
-(target/paged_attention_triton.py):
+`tables` of a step. A GPU needs the work in parts: a list of items, which the host (`plan`) or the device (`divide`)
+makes and a kernel computes (target/paged_attention_triton.py):
 
     item       a tile of rows of one request  x  a chunk of its positions  x  one kv head
     tile       the query heads of a kv head and as many tokens as fit into `tile_rows`: mostly all rows of a request, so
@@ -43,8 +43,7 @@ Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 MOST_SEEN = 64  # maximum rows of a request that has a tree or a block, and of one with several chunks: bits of a word
 ROW_FIELDS, REQUEST_FIELDS, ITEM_FIELDS = 3, 6, 4
 _MOST_CHUNKS = 64  # more than tiles
-_CHUNK, _ALIKE = 256, 8
-_BOUNDS: Ints = np.cumsum(np.repeat(_CHUNK << np.arange(20), _ALIKE))  # ends of the chunks
+_CHUNK, _ALIKE, _DOUBLINGS = 256, 8, 20
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -158,7 +157,7 @@ def most_items(rows: int) -> int:
     return rows + _MOST_CHUNKS
 
 
-class Tables(NamedTuple):
+class ReaderTables(NamedTuple):
     """What the rows of a step read, for the kernels of a CPU as for those of a GPU; int64.
 
     Attributes:
@@ -172,23 +171,139 @@ class Tables(NamedTuple):
     pages_P: Ints
 
 
-def tables(readers: Sequence[Reader]) -> Tables:
+def tables(readers: Sequence[Reader]) -> ReaderTables:
     """Make the tables of the readers' rows, one reader after another."""
     counts, past, pages = np.array([(len(r.positions), r.past, len(r.pages)) for r in readers]).T
-    first_row, T = _starts(counts), int(counts.sum())
+    T = int(counts.sum())
+    first_row, first_page = (np.cumsum(lengths) - lengths for lengths in (counts, pages))
     rows_T2 = np.full((T, 2), -1)
     rows_T2[:, 0] = np.fromiter(chain.from_iterable(reader.positions for reader in readers), np.int64, count=T)
     for first, reader in zip(first_row, readers, strict=True):
         if reader.sees_T is not None:
             rows_T2[first : first + len(reader.sees_T), 1] = reader.sees_T
-    requests_R4 = np.stack([first_row, counts, past, _starts(pages)], axis=1)
-    return Tables(rows_T2, requests_R4, np.concatenate([reader.pages for reader in readers]))
+    requests_R4 = np.stack([first_row, counts, past, first_page], axis=1)
+    return ReaderTables(rows_T2, requests_R4, np.concatenate([reader.pages for reader in readers]))
+
+
+@dataclass(frozen=True)
+class Division:
+    """The attention of a step, divided into items: the parts of a `Plan`, and of each row its request, its number among
+    that request's rows, its slot, and whether it is padding, [T].
+    """
+
+    rows_T3: Tensor
+    requests_R6: Tensor
+    items_W4: Tensor
+    request_T: Tensor
+    within_T: Tensor
+    slots_T: Tensor
+    padding_T: Tensor
+
+    def plan(self, tables: Tables, **options: Any) -> Plan:
+        """What a kernel reads of it."""
+        parts = self.rows_T3, self.requests_R6, self.items_W4
+        return Plan(*parts, pages_P=tables.pages_P, page_size=tables.page_size, **options)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Where requests have their pages, [R]: the first of each request in `pages_P`, and its slots (see `Reader`; None:
+    all 0).
+    """
+
+    first_page_R: Tensor
+    pages_P: Tensor
+    page_size: int
+    slots_R: Tensor | None = None
+
+    def slots_at(self, request_T: Tensor, place_T: Tensor) -> Tensor:
+        """The slots of the pool of these places of requests."""
+        if self.slots_R is not None:
+            own_T = self.slots_R[request_T]
+            place_T = torch.where(own_T > 0, place_T % own_T.clamp(min=1), place_T)
+        page_T = self.pages_P[self.first_page_R[request_T] + place_T // self.page_size]
+        return page_T * self.page_size + place_T % self.page_size
+
+
+def divide(
+    counts_R: Tensor,
+    past_R: Tensor,
+    tables: Tables,
+    *,
+    groups: int,
+    rows: int,
+    items: int,
+    window: int | None = None,
+    depths_T: Tensor | None = None,
+    sees_T: Tensor | None = None,
+    spare_slot: int = 0,
+) -> Division:
+    """Divide the attention of a step into items, on the device of the arguments, whose values the host does not read.
+
+    Args:
+        counts_R: new rows of each request; 0: padding.
+        past_R: positions before them.
+        groups: query heads of a kv head.
+        rows, items: so many are returned, padding included; no fewer than there are.
+        window: see `Plan`.
+        depths_T: positions of the rows after those before; None: of a chain.
+        sees_T: the rows of its request that each row sees, as bits; None: of a chain.
+        spare_slot: slot of padding rows.
+    """
+    device, R, slots_R = counts_R.device, len(counts_R), tables.slots_R
+    end_R, tokens = past_R + counts_R, tile_rows(groups) // groups
+    slots_R = torch.zeros_like(past_R) if slots_R is None else slots_R
+    low_R = (end_R - slots_R).clamp(min=0).masked_fill(slots_R <= 0, 0)
+    if window is not None:
+        low_R = torch.maximum(low_R, past_R + 1 - window)
+    tiles_R = (counts_R + tokens - 1) // tokens
+
+    # Chunks under bounds that are doubled 0, 1, 2, .. times (b 2^d < x  <=>  b < x / 2^d rounded up): the first fits.
+    doubled_D1 = 2 ** torch.arange(_DOUBLINGS, device=device)[:, None]
+    bounds_B = (_CHUNK * doubled_D1).expand(-1, _ALIKE).reshape(-1).cumsum(0)
+    skipped_DR = torch.searchsorted(bounds_B, low_R // doubled_D1, right=True)
+    chunks_DR = torch.searchsorted(bounds_B, (end_R + doubled_D1 - 1) // doubled_D1) - skipped_DR + 1
+    chunks_DR = chunks_DR.masked_fill(counts_R > MOST_SEEN, 1)
+    fits_D = (tiles_R * chunks_DR).sum(1) <= tiles_R.sum() + _MOST_CHUNKS
+    first_1 = fits_D.int().argmax(0, keepdim=True)
+    chunks_R, skipped_R, doubled_1 = (x.index_select(0, first_1)[0] for x in (chunks_DR, skipped_DR, doubled_D1))
+    bounds_B = bounds_B * doubled_1
+
+    last_R = (tiles_R * chunks_R).cumsum(0)  # items of the requests up to here
+    first_R, place_W = last_R - tiles_R * chunks_R, torch.arange(items, device=device)
+    request_W = torch.searchsorted(last_R, place_W, right=True).clamp(max=R - 1)
+    of_W, within_W = chunks_R[request_W], place_W - first_R[request_W]
+    chunk_W = within_W % of_W
+    bound_W = (skipped_R[request_W] + chunk_W).clamp(max=len(bounds_B) - 1)
+    begin_W = torch.where(chunk_W == 0, low_R[request_W], bounds_B[(bound_W - 1).clamp(min=0)])
+    stop_W = torch.where(chunk_W == of_W - 1, end_R[request_W], bounds_B[bound_W])
+    items_W4 = torch.stack([request_W, within_W // of_W * tokens, begin_W, stop_W], dim=1)
+
+    end_row_R = counts_R.cumsum(0)
+    first_row_R, place_T = end_row_R - counts_R, torch.arange(rows, device=device)
+    request_T = torch.searchsorted(end_row_R, place_T, right=True).clamp(max=R - 1)
+    padding_T = place_T >= end_row_R[-1]
+    within_T = (place_T - first_row_R[request_T]).masked_fill(padding_T, 0)
+    positions_T = past_R[request_T] + (within_T if depths_T is None else depths_T)
+    sees_T = torch.full_like(place_T, -1) if sees_T is None else sees_T
+    item_T = first_R[request_T] + within_T // tokens * chunks_R[request_T]
+    place_T = (past_R[request_T] + within_T).masked_fill(padding_T, 0)
+    requests_R6 = torch.stack([first_row_R, counts_R, past_R, tables.first_page_R, slots_R, chunks_R], dim=1)
+    return Division(
+        torch.stack([positions_T, sees_T, item_T], dim=1).masked_fill(padding_T[:, None], -1),
+        requests_R6.masked_fill((counts_R <= 0)[:, None], -1),
+        items_W4.masked_fill((place_W >= last_R[-1])[:, None], -1),
+        request_T=request_T,
+        within_T=within_T,
+        slots_T=tables.slots_at(request_T, place_T).masked_fill(padding_T, spare_slot),
+        padding_T=padding_T,
+    )
 
 
 def plan(
     readers: Sequence[Reader], groups: int, page_size: int, *, window: int | None = None, sizes: Sizes | None = None
 ) -> HostPlan:
-    """Divide the attention of a step into items.
+    """`divide` on the host.
 
     Args:
         groups: query heads of a kv head.
@@ -196,55 +311,37 @@ def plan(
         sizes: of a bucket, which are filled up with padding; None: those needed.
     """
     rows_T2, requests_R4, pages_P = tables(readers)
-    first_row, counts, past, first_page = requests_R4.T
-    ends, slots = past + counts, np.array([reader.slots for reader in readers])
-    lows = np.where(slots > 0, np.maximum(ends - slots, 0), 0)
-    if window is not None:
-        lows = np.maximum(lows, past + 1 - window)
+    _, counts, past, first_page = requests_R4.T
+    T, slots = len(rows_T2), np.array([reader.slots for reader in readers])
+    depths = rows_T2[:, 0] - np.repeat(past, counts)
     tokens = tile_rows(groups) // groups
-    tiles, few, T = -(-counts // tokens), counts <= MOST_SEEN, len(rows_T2)
-    bounds, most = _BOUNDS, int(tiles.sum()) + _MOST_CHUNKS
-    while True:
-        skipped = np.searchsorted(bounds, lows, side="right")
-        chunks = np.where(few, np.searchsorted(bounds, ends) - skipped + 1, 1)
-        if int((tiles * chunks).sum()) <= most:
-            break
-        bounds = 2 * bounds
-    firsts = _starts(tiles * chunks)
-    requests_R6 = np.column_stack([requests_R4, slots, chunks])
-
-    request_W = np.repeat(np.arange(len(readers)), tiles * chunks)
-    tile_W, chunk_W = np.divmod(np.arange(len(request_W)) - firsts[request_W], chunks[request_W])
-    bound_W = skipped[request_W] + chunk_W
-    items_W4 = np.stack(
-        [
-            request_W,
-            tile_W * tokens,
-            np.where(chunk_W == 0, lows[request_W], bounds[bound_W - 1]),
-            np.where(chunk_W == chunks[request_W] - 1, ends[request_W], bounds[bound_W]),
-        ],
-        axis=1,
+    counts_R, past_R, slots_R, first_page_R, depths_T, sees_T = (
+        torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64))
+        for x in (counts, past, slots, first_page, depths, rows_T2[:, 1])
     )
-
-    request_T = np.repeat(np.arange(len(readers)), counts)
-    within_T = np.arange(T) - first_row[request_T]
-    rows_T3 = np.column_stack([rows_T2, firsts[request_T] + within_T // tokens * chunks[request_T]])
-    slot_T = past[request_T] + within_T
-    slot_T = np.where(slots[request_T] > 0, slot_T % slots[request_T].clip(1), slot_T)
-    slots_T = pages_P[first_page[request_T] + slot_T // page_size] * page_size + slot_T % page_size
-    parts = [rows_T3, requests_R6, items_W4, pages_P]
+    found = divide(
+        counts_R,
+        past_R,
+        Tables(
+            first_page_R, torch.from_numpy(np.ascontiguousarray(pages_P, dtype=np.int64)), page_size, slots_R=slots_R
+        ),
+        groups=groups,
+        rows=T,
+        items=int(-(-counts // tokens).sum()) + _MOST_CHUNKS if sizes is None else sizes.items,
+        window=window,
+        depths_T=depths_T,
+        sees_T=sees_T,
+    )
+    items_W4 = found.items_W4[found.items_W4[:, 0] >= 0]
+    parts = [found.rows_T3.numpy(), found.requests_R6.numpy(), items_W4.numpy(), pages_P]
     sizes = sizes or Sizes(*map(len, parts))
     numbers = np.full(sum(sizes.lengths), -1, dtype=np.int64)
     start = 0
     for part, length in zip(parts, sizes.lengths, strict=True):
         numbers[start : start + part.size] = part.reshape(-1)
         start += length
-    return HostPlan(numbers, sizes, split=bool((chunks > 1).any()), slots_T=slots_T)
-
-
-def _starts(lengths: Ints) -> Ints:
-    starts: Ints = np.cumsum(lengths) - lengths
-    return starts
+    split = bool((found.requests_R6[:, 5] > 1).any())
+    return HostPlan(numbers, sizes, split=split, slots_T=found.slots_T.numpy())
 
 
 def attend(
