@@ -1,5 +1,5 @@
 # Two commands: `make demo` and `make test`. Both create .venv and install what they need.
-# test      under 10 minutes on two cores: every module on toy models, and the real SmolLM2 decoded, scored and drafted for
+# test      10 to 25 minutes on two cores: every module on toy models, and the real SmolLM2 decoded, scored and drafted for
 # test-all  test and the slow ones: every recipe trained and served on SmolLM2, fifty prompts, the demo, runs killed ten
 #           times, comparisons of speed
 # The first interpreter that runs and is new enough.

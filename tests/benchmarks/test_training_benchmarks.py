@@ -50,6 +50,7 @@ def test_bench_objective_finds_less_memory_and_the_same_gradients(tmp_path: Path
 
 
 @linux
+@pytest.mark.slow
 def test_peak_memory_is_seen() -> None:
     """The straightforward peak holds several [N, V] buffers; the process reports at least two and at most ten."""
     case = MemoryCase("straightforward", anchors=64, gamma=4, vocab=40_000, hidden=8, rank=4)
@@ -57,6 +58,7 @@ def test_peak_memory_is_seen() -> None:
     assert 2 * buffer < measure_apart(case).peak_bytes < 10 * buffer
 
 
+@pytest.mark.slow
 def test_a_failed_measurement_says_what_to_lower() -> None:
     case = MemoryCase("ours", anchors=2, gamma=4, vocab=100, hidden=8, device="nowhere")
     with pytest.raises(ValueError, match="lower --anchors"):

@@ -51,6 +51,7 @@ def test_a_drafter_arrives_with_its_card_in_a_private_repository(hub: Hub, packa
     assert hub.files["me/drafter"] == wanted
 
 
+@pytest.mark.slow
 def test_a_public_repository_is_written_to_only_when_that_is_said(hub: Hub, packaged: Path) -> None:
     hub.private["me/open"] = False
     check_error(push(hub, packaged, "me/open"), "is public already: --public adds to it")
@@ -58,6 +59,7 @@ def test_a_public_repository_is_written_to_only_when_that_is_said(hub: Hub, pack
     assert push(hub, packaged, "me/open", "--public")[0] == 0 and len(hub.files["me/open"]) == 4
 
 
+@pytest.mark.slow
 def test_what_the_hub_refuses_is_one_line(hub: Hub, packaged: Path) -> None:
     check_error(
         push(hub, packaged, "me/drafter", token="hf_reader"), "401 Invalid username or password.; hf auth login"

@@ -91,6 +91,7 @@ def test_the_page_shows_the_example_as_it_is() -> None:
     assert f"```python\n{EXAMPLE.read_text()}```" in PAGE.read_text()
 
 
+@pytest.mark.slow
 def test_from_a_recipe_to_an_export(tmp_path: Path, outrider: Run) -> None:
     save_toy_target(tmp_path / "target", layers=3)
     prompts = [json.dumps({"id": f"p{i}", "turns": [f"prompt {i}"]}) for i in range(10)]

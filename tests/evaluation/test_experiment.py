@@ -430,6 +430,7 @@ def test_the_table_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Monk
     check_experiment(table, tmp_path / "table.yaml", plan(table), settings_of)
 
 
+@pytest.mark.slow
 def test_a_table_from_prompts_to_the_comparison(
     run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

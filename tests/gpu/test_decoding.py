@@ -366,6 +366,7 @@ def test_company_changes_no_text(device: SimulatedDevice, where: str) -> None:
         assert alone == together[request.id], request
 
 
+@pytest.mark.slow
 def test_chains_of_more_kinds_than_are_captured(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three temperatures, each alone and then together, with graphs for all of them, for two and for none."""
     asked = [

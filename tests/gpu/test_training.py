@@ -176,6 +176,7 @@ def test_a_stream_waits_before_it_reads_what_another_wrote(device: SimulatedDevi
         late.sum()
 
 
+@pytest.mark.slow
 def test_a_run_with_batches_built_ahead_is_exact_and_resumes(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

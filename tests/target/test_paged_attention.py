@@ -53,6 +53,7 @@ def test_the_interpreted_kernels_equal_dense_attention() -> None:
     run(str(CASES), "cpu", TRITON_INTERPRET="1")
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     """A100, H100 and B200."""
     pytest.importorskip("triton", reason="Triton has packages for Linux only")

@@ -221,6 +221,7 @@ def test_a_watch_or_a_signal_on_any_rank_stops_all_of_them(two: Path, tmp_path: 
     assert_same_end(tmp_path / "whole", two / "signalled")
 
 
+@pytest.mark.slow
 def test_the_command_runs_under_torchrun(toy: Path, tmp_path: Path) -> None:
     """One process regenerates and trains; two do so from the same responses, with drafter and target sharded."""
     path = tmp_path / "recipe.yaml"

@@ -183,6 +183,7 @@ def written(directory: Path) -> int:
     return len(list(directory.glob("shard-*.json")))
 
 
+@pytest.mark.slow
 def test_writers_killed_ten_times_end_in_the_same_bytes(tmp_path: Path, writer: subprocess.Popen[str]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     start(writer, whole)

@@ -249,6 +249,7 @@ def test_shares() -> None:
             Share.of(Ranks(0, 2), 3, counted)
 
 
+@pytest.mark.slow
 def test_two_processes_measure_what_one_does(toy: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()

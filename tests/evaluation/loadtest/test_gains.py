@@ -118,6 +118,7 @@ def points(**areas: float) -> list[Point]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_frontier_has_gains_over_mtp_1_by_default(tmp_path: Path) -> None:
     drafters = {"m": {"algorithm": "mtp", "choice": "runs/m"}, "d": {"algorithm": "dspark", "choice": "auto"}}
     measured = points(none=10.0, m__fixed_1=20.0, d__fixed_1=22.0, d__fixed_3=30.0)

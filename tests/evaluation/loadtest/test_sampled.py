@@ -250,6 +250,7 @@ def test_calibration_at_another_temperature_is_said() -> None:
     assert line.startswith("confidences were calibrated at temperature 0, 1, requests are sampled at 0.7")
 
 
+@pytest.mark.slow
 def test_the_real_model_under_a_mixture(smollm: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Coupled requests give plain decoding's tokens in any company; others are sampled and not compared."""
     monkeypatch.setattr("outrider.utils.measure.set_up", lambda threads: None)

@@ -90,6 +90,7 @@ def run(toy: Path, out: Path, *more: object) -> Result:
     return invoke("bench", *command, *more)
 
 
+@pytest.mark.slow
 def test_the_verb_measures_several_drafters_in_one_run(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
