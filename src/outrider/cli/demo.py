@@ -2,7 +2,7 @@
 
     race -> responses -> training -> evaluation -> report
 
-Training ends when the time is over that the other parts leave of ten minutes, wherever it is by then; an evaluation
+Training ends when the time is over that the other parts leave of nine minutes, wherever it is by then; an evaluation
 that would take too long is shortened, and a line says so.
 """
 
@@ -41,7 +41,7 @@ _TASKS = ["eval_math", "eval_chat", "eval_code"]
 _RACE_TOKENS = 64
 _PACKAGED = "packaged"  # in the settings of a responses file: how many of them came with the package
 _LIVE = 4  # prompts of each source that are answered here, where packaged responses are there for the others
-_SECONDS, _REPORT_SECONDS, _EVALUATION_SECONDS = 580.0, 40.0, 150.0  # of the whole demo, and at most
+_SECONDS, _REPORT_SECONDS, _EVALUATION_SECONDS = 540.0, 40.0, 150.0  # of the whole demo, and at most
 _FEWEST_MINUTES = 2.0  # of training
 _FEWEST_TOKENS = 24
 
